@@ -1,0 +1,114 @@
+"""What a worker sends back."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final, Literal
+
+import msgspec
+
+from schemas import codec
+
+FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
+
+
+class PromptTokensDetails(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """How much of the prompt came from the prefix cache."""
+
+    cached_tokens: int = 0
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    """Tokens of one request: prompt tokens once, whatever `n`; completion tokens of all choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class TopLogprob(msgspec.Struct, array_like=True):
+    """One alternative: `[logprob, token_id]`."""
+
+    logprob: float
+    token_id: int
+
+
+class TokenLogprobs(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """Log probabilities of the tokens beside them, in their order.
+
+    Attributes:
+        logprobs: One a token.
+        top: Alternatives of each token, best first.
+    """
+
+    logprobs: list[float]
+    top: list[list[TopLogprob]] | None = None
+
+
+class TokenChunk(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """One message of a token stream: tokens of one choice that no other message repeats.
+
+    Attributes:
+        job: The job's id.
+        attempt: From 1.
+        seq: From 0 within the attempt, without holes.
+        index: The choice.
+        token_ids: May be empty on a choice's last chunk.
+        finish_reason: On a choice's last chunk.
+        matched: What ended the choice, where that was a stop string or stop token.
+        logprobs: Where asked for.
+        usage: On the last chunk of the request.
+        warnings: On the first.
+    """
+
+    job: str
+    attempt: int
+    seq: int
+    index: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    matched: int | str | None = None
+    logprobs: TokenLogprobs | None = None
+    usage: Usage | None = None
+    warnings: list[str] = []
+
+
+class TokenChoice(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """One whole choice of a token request."""
+
+    index: int
+    token_ids: list[int]
+    finish_reason: FinishReason
+    matched: int | str | None = None
+    logprobs: TokenLogprobs | None = None
+
+
+class TokenAnswer(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """The whole answer to a token request: of a live one with `stream: false`, and every job's result."""
+
+    job: str
+    attempt: int
+    choices: list[TokenChoice]
+    usage: Usage
+    warnings: list[str] = []
+
+
+def stamp(body: bytes, *, content_type: str, **fields: Any) -> bytes:
+    """A JSON object with `fields` put before its own, in the content type asked for.
+
+    Chat and completion chunks come from SGLang as JSON text; this adds `job`, `attempt` and `seq`
+    without decoding them, unless the caller wants MessagePack.
+    """
+    if content_type == codec.MSGPACK:
+        return codec.encode(fields | msgspec.json.decode(body), codec.MSGPACK)
+    head = codec.encode(fields)
+    return head[:-1] + (b"," if len(head) > 2 and body[1:2] != b"}" else b"") + body[1:]
+
+
+_JOB: Final = re.compile(r"[!-~]+")
+
+
+def printable(job: str) -> bool:
+    """Whether a job id can stand in a header as it is."""
+    return _JOB.fullmatch(job) is not None

@@ -1,0 +1,113 @@
+"""What workers tell of themselves in the KV bucket `INFER_WORKERS`."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import msgspec
+
+from schemas.subjects import Kind
+
+Role = Literal["prefill", "decode", "both"]
+State = Literal["ready", "draining", "failed"]
+
+BUCKET: Final = "INFER_WORKERS"
+
+
+class Signature(msgspec.Struct, frozen=True, kw_only=True):
+    """What must be equal on both sides of a KV transfer."""
+
+    model: str
+    dtype: str
+    kv_dtype: str
+    page_size: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    tp: int
+    dp: int
+    pp: int
+    backend: str
+
+
+class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a prefill engine's bootstrap server listens, as other hosts reach it."""
+
+    host: str
+    port: int
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine can hold.
+
+    Attributes:
+        context_length: Prompt and answer together, tokens.
+        kv_tokens: Tokens of the KV cache.
+        page_size: Tokens of one KV page.
+        max_running: Requests that run at once.
+        max_prefill_tokens: Tokens of one prefill batch.
+        vocabulary: Token ids are below this.
+    """
+
+    context_length: int
+    kv_tokens: int
+    page_size: int
+    max_running: int
+    max_prefill_tokens: int
+    vocabulary: int
+
+
+class Load(msgspec.Struct, kw_only=True):
+    """How busy a worker is at the moment of an announcement.
+
+    Attributes:
+        slots: Requests that it takes at once.
+        busy: Slots in use.
+        running: Requests in the engine's batch.
+        waiting: Requests that the engine has queued.
+        kv_used: Tokens of the KV cache in use.
+    """
+
+    slots: int
+    busy: int = 0
+    running: int = 0
+    waiting: int = 0
+    kv_used: int = 0
+
+
+class WorkerInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """One worker's announcement; its KV key is `<escaped model>.<escaped worker id>`.
+
+    Attributes:
+        worker: Its id, new for every process.
+        role: prefill, decode or both.
+        state: `failed` is the last word of a worker that could not start.
+        model: The served model name.
+        kinds: Kinds of requests that it answers; empty for prefill.
+        tokenizer: Whether it can render, tokenise and decode text.
+        engine: Name and version.
+        version: inferbus's.
+        host: Where it runs.
+        started: Unix seconds.
+        capacity: None before the engine is up.
+        signature: None where nothing is handed off.
+        bootstrap: Of a prefill worker.
+        load: Now.
+        reason: Why it failed, one line.
+    """
+
+    worker: str
+    role: Role
+    state: State
+    model: str
+    kinds: list[Kind]
+    tokenizer: bool
+    engine: str
+    version: str
+    host: str
+    started: float
+    load: Load
+    capacity: Capacity | None = None
+    signature: Signature | None = None
+    bootstrap: Bootstrap | None = None
+    reason: str | None = None

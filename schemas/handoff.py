@@ -1,0 +1,90 @@
+"""Decode to prefill: the structured hand-off of one tokenised prompt, and what prefill says of it.
+
+Bodies are MessagePack. Decode sends `Prefill` as a NATS request to one
+worker's subject; the worker answers on the request's inbox with `Accepted` or
+`Refused` at once, and later with `Done` or `Failed`. `Abort` ends a hand-off
+that decode no longer wants.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from schemas.errors import ErrorBody
+from schemas.fleet import Signature
+
+
+class Prefill(msgspec.Struct, tag="prefill", omit_defaults=True, kw_only=True):
+    """Compute this prompt's KV cache and send it to the room.
+
+    Attributes:
+        rid: The engine's request id; fixed length, so that none is another's prefix.
+        room: The KV transfer's meeting place: random, 63 bits.
+        token_ids: The prompt.
+        sampling: SGLang's sampling parameters: prefill samples the first token.
+        options: Further engine arguments of the call (log probabilities, adapter, cache salt, …).
+        worker: The decode worker.
+        job: For logs.
+        signature: Of the decode engine; checked again by prefill.
+        timeout: Seconds after which prefill gives up on its own.
+        traceparent: W3C trace context.
+    """
+
+    rid: str
+    room: int
+    token_ids: list[int]
+    sampling: dict[str, Any]
+    worker: str
+    job: str
+    signature: Signature
+    timeout: float
+    options: dict[str, Any] = {}
+    traceparent: str | None = None
+
+
+class Abort(msgspec.Struct, tag="abort", kw_only=True):
+    """Stop a hand-off."""
+
+    rid: str
+
+
+class Accepted(msgspec.Struct, tag="accepted", kw_only=True):
+    """The prompt is on its way to the engine."""
+
+    worker: str
+
+
+class Refused(msgspec.Struct, tag="refused", kw_only=True):
+    """This worker will not take it; another may."""
+
+    worker: str
+    error: ErrorBody
+
+
+class Done(msgspec.Struct, tag="done", omit_defaults=True, kw_only=True):
+    """The KV cache was sent.
+
+    Attributes:
+        worker: The prefill worker.
+        cached_tokens: How much of the prompt it had in its prefix cache.
+        seconds: From acceptance to here.
+        input_logprobs: Of the prompt, where asked for; a decode engine cannot tell them.
+    """
+
+    worker: str
+    cached_tokens: int = 0
+    seconds: float = 0.0
+    input_logprobs: list[Any] | None = None
+
+
+class Failed(msgspec.Struct, tag="failed", kw_only=True):
+    """It was not."""
+
+    worker: str
+    error: ErrorBody
+
+
+ToPrefill = Prefill | Abort
+FromPrefill = Accepted | Refused | Done | Failed

@@ -1,0 +1,82 @@
+"""NATS headers of the contract."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Mapping
+from typing import Final, Literal
+
+from schemas import limits
+from schemas.errors import InvalidRequest
+
+Status = Literal["ok", "error", "cancelled", "expired"]
+"""How a reply subject ended."""
+
+REPLY_TO: Final = "Infer-Reply-To"
+"""Where a durable job's chunks go; default `infer.stream.<owner>.<job>`."""
+
+JOB_ID: Final = "Infer-Job-Id"
+"""The job's id; default `Nats-Msg-Id`, else the job's stream sequence."""
+
+DEADLINE: Final = "Infer-Deadline"
+"""RFC 3339, or seconds from the job's arrival."""
+
+CONTENT_TYPE: Final = "Content-Type"
+TRACEPARENT: Final = "traceparent"
+
+STATUS: Final = "Infer-Status"
+"""On the end mark and on results: see `Status`."""
+
+CHUNKS: Final = "Infer-Chunks"
+"""On the end mark: how many messages the attempt sent before it."""
+
+ATTEMPT: Final = "Infer-Attempt"
+"""From 1; a higher attempt supersedes a lower one."""
+
+WORKER: Final = "Infer-Worker"
+"""On the end mark and on results: the worker that answered."""
+
+PREFILL_WORKER: Final = "Infer-Prefill-Worker"
+"""On the end mark and on results: the prefill worker that served it, if one did."""
+
+SUBMISSION: Final = "Infer-Submission"
+"""On a job's chunks, end mark and result: the stream sequence of the submission that they answer."""
+
+REASON: Final = "Infer-Reason"
+"""On dead letters: the error's code."""
+
+MSG_ID: Final = "Nats-Msg-Id"
+EXPECTED_LAST: Final = "Nats-Expected-Last-Subject-Sequence"
+
+
+def parse_deadline(headers: Mapping[str, str] | None, *, arrived: dt.datetime) -> dt.datetime | None:
+    """The moment at which a job expires, or None.
+
+    Args:
+        headers: The request's headers.
+        arrived: When the request was stored or received; seconds count from then, so that a redelivered
+            job keeps its deadline. Aware.
+
+    Raises:
+        InvalidRequest: Neither RFC 3339 with an offset nor a finite, positive number of seconds.
+    """
+    text = (headers or {}).get(DEADLINE)
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        pass
+    else:
+        if not 0 < seconds <= limits.DEADLINE_SECONDS:
+            raise InvalidRequest(
+                f"{DEADLINE} in seconds must be above 0 and at most {limits.DEADLINE_SECONDS}", param=DEADLINE
+            )
+        return arrived + dt.timedelta(seconds=seconds)
+    try:
+        moment = dt.datetime.fromisoformat(text)
+    except ValueError:
+        raise InvalidRequest(f"{DEADLINE} must be RFC 3339 or a number of seconds", param=DEADLINE) from None
+    if moment.tzinfo is None:
+        raise InvalidRequest(f"{DEADLINE} must name its offset from UTC", param=DEADLINE)
+    return moment

@@ -1,0 +1,58 @@
+"""Every limit of the wire contract, in one place.
+
+What exceeds a limit is refused with a code before an engine sees it. Limits
+that depend on the model (context length, vocabulary) or on the NATS server
+(payload size) are announced by the workers and by the server instead.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+SUBJECT_TOKEN_CHARS: Final = 128
+"""Longest model name, owner or job id, before it is made subject-safe."""
+
+SUBJECT_CHARS: Final = 255
+"""Longest reply subject that a caller may name."""
+
+NESTING_DEPTH: Final = 64
+"""Deepest nesting of arrays and objects in a body."""
+
+MESSAGES: Final = 4096
+"""Most messages in one chat request."""
+
+PROMPT_TOKENS: Final = 4_194_304
+"""Most token ids in one request, whatever a model's context allows."""
+
+CHOICES: Final = 128
+"""Largest `n`."""
+
+STOP_STRINGS: Final = 32
+"""Most stop strings, and most stop patterns (SGLang's own limit)."""
+
+STOP_STRING_BYTES: Final = 256
+"""Longest stop string or stop pattern in UTF-8 (SGLang's own limit)."""
+
+STOP_TOKEN_IDS: Final = 1024
+"""Most stop token ids."""
+
+LOGIT_BIASES: Final = 1024
+"""Most entries of `logit_bias`."""
+
+TOP_LOGPROBS: Final = 20
+"""Largest `top_logprobs`, as in OpenAI's API."""
+
+TEMPERATURE_MAX: Final = 2.0
+"""Highest temperature, as in OpenAI's API."""
+
+GRAMMAR_CHARS: Final = 262_144
+"""Longest JSON schema, regular expression or grammar."""
+
+WARNINGS: Final = 16
+"""Most warnings named in one answer; the rest are counted."""
+
+HEADROOM_BYTES: Final = 4096
+"""Kept free of the server's `max_payload` for headers and the subject, which the server counts too."""
+
+DEADLINE_SECONDS: Final = 30 * 24 * 3600
+"""Furthest deadline from now."""

@@ -1,0 +1,207 @@
+"""Every subject of the contract: built here, parsed here, checked here.
+
+A model name, an owner and a job id each fill one token of a subject. `escape`
+makes any text a legal token, reversibly: letters, digits, `_` and `-` stay,
+every other byte of its UTF-8 becomes `=XX`. The result is also a legal KV key
+and a legal consumer name.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final, Literal, get_args
+
+import msgspec
+
+from schemas import limits
+from schemas.errors import InvalidReplySubject, InvalidSubject
+
+Kind = Literal["tokens", "chat", "completions"]
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+
+JobClass = Literal["interactive", "batch"]
+CLASSES: Final[tuple[JobClass, ...]] = get_args(JobClass)
+
+LIVE_OWNER: Final = "live"
+"""The owner token of live requests, in cancel subjects; no durable job may use it."""
+
+_SAFE: Final = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
+_TOKEN: Final = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+")
+_REPLY_TOKEN: Final = re.compile(r"[!-~]+")
+
+
+def escape(name: str) -> str:
+    """A name as one token of a subject.
+
+    Raises:
+        InvalidSubject: Empty, or longer than `limits.SUBJECT_TOKEN_CHARS`.
+    """
+    if not name:
+        raise InvalidSubject("a model name, owner or job id must not be empty")
+    if len(name) > limits.SUBJECT_TOKEN_CHARS:
+        raise InvalidSubject(
+            f"a model name, owner or job id has at most {limits.SUBJECT_TOKEN_CHARS} characters"
+        )
+    try:
+        raw = name.encode()
+    except UnicodeEncodeError:
+        raise InvalidSubject("a model name, owner or job id must be valid Unicode") from None
+    return "".join(chr(byte) if byte in _SAFE else f"={byte:02X}" for byte in raw)
+
+
+def unescape(token: str) -> str:
+    """The name that `escape` made a token of.
+
+    Raises:
+        InvalidSubject: `escape` never makes such a token.
+    """
+    if not _TOKEN.fullmatch(token):
+        raise InvalidSubject("a subject token is not in escaped form")
+    try:
+        name = re.sub(rb"=([0-9A-F]{2})", lambda m: bytes([int(m[1], 16)]), token.encode()).decode()
+    except UnicodeDecodeError:
+        raise InvalidSubject("a subject token is not in escaped form") from None
+    if escape(name) != token:
+        raise InvalidSubject("a subject token is not in escaped form")
+    return name
+
+
+class RequestAddress(msgspec.Struct, frozen=True):
+    """What the subject of a live request says."""
+
+    model: str
+    kind: Kind
+
+
+class JobAddress(msgspec.Struct, frozen=True):
+    """What the subject of a durable job says."""
+
+    model: str
+    job_class: JobClass
+    owner: str
+    kind: Kind
+
+
+class JobKey(msgspec.Struct, frozen=True):
+    """One job of one owner, as named by cancel, stream and result subjects."""
+
+    owner: str
+    job: str
+
+
+class Subjects(msgspec.Struct, frozen=True):
+    """The subjects under one prefix (default `infer`)."""
+
+    prefix: str = "infer"
+
+    def __post_init__(self) -> None:
+        if not all(_TOKEN.fullmatch(token) for token in self.prefix.split(".")):
+            raise InvalidSubject("the subject prefix must be tokens of letters, digits, '_' and '-'")
+
+    def request(self, model: str, kind: Kind) -> str:
+        """A live request."""
+        return f"{self.prefix}.request.{escape(model)}.{kind}"
+
+    def job(self, model: str, job_class: JobClass, owner: str, kind: Kind) -> str:
+        """A durable job."""
+        return f"{self.prefix}.jobs.{escape(model)}.{job_class}.{escape(owner)}.{kind}"
+
+    def jobs_of(self, model: str, job_class: JobClass) -> str:
+        """Filter: all durable jobs of one model and class."""
+        return f"{self.prefix}.jobs.{escape(model)}.{job_class}.*.*"
+
+    def prefill(self, model: str, worker: str | None = None) -> str:
+        """A hand-off to any prefill worker of a model, or to one of them."""
+        base = f"{self.prefix}.prefill.{escape(model)}"
+        return base if worker is None else f"{base}.{escape(worker)}"
+
+    def cancel(self, owner: str, job: str) -> str:
+        """A cancellation."""
+        return f"{self.prefix}.cancel.{escape(owner)}.{escape(job)}"
+
+    def stream(self, owner: str, job: str) -> str:
+        """The chunks of a durable job."""
+        return f"{self.prefix}.stream.{escape(owner)}.{escape(job)}"
+
+    def result(self, owner: str, job: str) -> str:
+        """The final result of a durable job."""
+        return f"{self.prefix}.results.{escape(owner)}.{escape(job)}"
+
+    def dead(self, model: str, kind: Kind) -> str:
+        """A job that will not be tried again."""
+        return f"{self.prefix}.dead.{escape(model)}.{kind}"
+
+    def all(self, family: Literal["jobs", "stream", "results", "cancel", "dead"]) -> str:
+        """Filter: everything of one family."""
+        return f"{self.prefix}.{family}.>"
+
+    def parse_request(self, subject: str) -> RequestAddress:
+        """The address in a live request's subject.
+
+        Raises:
+            InvalidSubject: Not such a subject.
+        """
+        model, kind = self._tokens(subject, "request", 2)
+        return RequestAddress(unescape(model), _kind(kind))
+
+    def parse_job(self, subject: str) -> JobAddress:
+        """The address in a durable job's subject.
+
+        Raises:
+            InvalidSubject: Not such a subject.
+        """
+        model, job_class, owner, kind = self._tokens(subject, "jobs", 4)
+        if job_class not in CLASSES:
+            raise InvalidSubject(f"a job's class is one of {', '.join(CLASSES)}")
+        name = unescape(owner)
+        if name == LIVE_OWNER:
+            raise InvalidSubject(f"the owner {LIVE_OWNER!r} is reserved for live requests")
+        return JobAddress(unescape(model), job_class, name, _kind(kind))
+
+    def parse_key(self, subject: str, family: Literal["stream", "results", "cancel"]) -> JobKey:
+        """The owner and job in a stream, result or cancel subject.
+
+        Raises:
+            InvalidSubject: Not such a subject.
+        """
+        owner, job = self._tokens(subject, family, 2)
+        return JobKey(unescape(owner), unescape(job))
+
+    def check_reply(self, subject: str, *, owner: str, prefixes: tuple[str, ...] = ("_INBOX.",)) -> str:
+        """A reply subject that a worker may publish to for this owner, unchanged.
+
+        A worker has more rights than its callers, so it must not be talked into using them: only
+        inboxes (`prefixes`) and the owner's own stream subjects are allowed.
+
+        Raises:
+            InvalidReplySubject: Anything else: wildcards, empty tokens, `$`, control characters,
+                other subjects, too long.
+        """
+        own = f"{self.prefix}.stream.{escape(owner)}."
+        tokens = subject.split(".")
+        if (
+            len(subject) > limits.SUBJECT_CHARS
+            or not all(_REPLY_TOKEN.fullmatch(token) for token in tokens)
+            or any(token in ("*", ">") or token.startswith("$") for token in tokens)
+            or not any(
+                subject.startswith(prefix) and len(subject) > len(prefix) for prefix in (*prefixes, own)
+            )
+        ):
+            raise InvalidReplySubject(
+                "replies go to an inbox or to the owner's own stream subject only", param="Infer-Reply-To"
+            )
+        return subject
+
+    def _tokens(self, subject: str, family: str, count: int) -> list[str]:
+        start = f"{self.prefix}.{family}."
+        tokens = subject[len(start) :].split(".") if subject.startswith(start) else []
+        if len(tokens) != count:
+            raise InvalidSubject(f"not a subject of the family {self.prefix}.{family}")
+        return tokens
+
+
+def _kind(token: str) -> Kind:
+    for kind in KINDS:
+        if token == kind:
+            return kind
+    raise InvalidSubject(f"a subject's kind is one of {', '.join(KINDS)}")

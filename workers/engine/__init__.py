@@ -1,0 +1,1 @@
+"""Engines: the interface, SGLang behind it, and a scripted one."""

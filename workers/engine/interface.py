@@ -1,0 +1,185 @@
+"""What a role needs of an engine; nothing above this package knows SGLang.
+
+One request passes through an engine in three steps. `prepare` checks it,
+renders and tokenises it: the result is a `Prompt`. `generate` runs one choice
+of it as one engine call, a `Leg`, and yields `Delta`s. `Prompt.answer` makes
+an `Answer`, which turns the deltas of all legs into messages for the caller.
+The legs of one request are separate engine calls because SGLang's own `n > 1`
+shares one room between its samples and hangs with prefill apart from decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
+from typing import Any, Protocol
+
+import msgspec
+
+from schemas.fleet import Bootstrap, Capacity, Signature
+from schemas.requests import AnyRequest
+from schemas.subjects import Kind
+
+
+class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the two legs of one choice meet: prefill's bootstrap server, and a room in it."""
+
+    bootstrap: Bootstrap
+    room: int
+
+
+class Leg(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine call: one choice.
+
+    Attributes:
+        rid: 32 hexadecimal digits: SGLang aborts by prefix, so no id may be another's.
+        index: The choice.
+        token_ids: The prompt.
+        sampling: SGLang's sampling parameters, `n` left out.
+        options: Further arguments of the engine call; plain data, so that a hand-off can carry them.
+        rendezvous: Where prefill and decode meet; None for an engine of the role `both`.
+    """
+
+    rid: str
+    index: int
+    token_ids: list[int]
+    sampling: dict[str, Any]
+    options: dict[str, Any] = {}
+    rendezvous: Rendezvous | None = None
+
+
+class Finish(msgspec.Struct, frozen=True, kw_only=True):
+    """How a choice ended: `stop` (by `matched`, or the model's own end) or `length`."""
+
+    reason: str
+    matched: int | str | None = None
+
+
+class Delta(msgspec.Struct, kw_only=True, gc=False):
+    """What one step of the engine added to one choice; nothing in it was in an earlier one.
+
+    Attributes:
+        index: The choice.
+        token_ids: One or more new tokens; may be none on the last delta.
+        text: Their text, as far as it is settled; empty where the engine has no tokenizer.
+        finish: On the last delta.
+        meta: The engine's account of the choice so far (SGLang's `meta_info`): `prompt_tokens`,
+            `completion_tokens`, `cached_tokens`, log probabilities of this step's tokens.
+    """
+
+    index: int
+    token_ids: list[int]
+    text: str
+    finish: Finish | None
+    meta: dict[str, Any]
+
+
+class Answer(Protocol):
+    """Turns the deltas of one request into the caller's messages. Used once."""
+
+    def chunks(self, deltas: AsyncIterable[Delta]) -> AsyncIterator[msgspec.Struct | bytes]:
+        """The streamed messages.
+
+        `bytes` are a JSON object that lacks `job`, `attempt` and `seq`; a struct has them as fields
+        to be set. The iterator consumes `deltas` as it goes; what they held is then in `whole`.
+        """
+        ...
+
+    def whole(self) -> msgspec.Struct | bytes:
+        """The answer in one piece, once `deltas` are exhausted; same two shapes."""
+        ...
+
+
+class Prompt(Protocol):
+    """A request that was checked, rendered and tokenised."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt's tokens."""
+        ...
+
+    @property
+    def choices(self) -> int:
+        """How many legs it takes."""
+        ...
+
+    def leg(self, index: int, *, rid: str) -> Leg:
+        """The engine call of one choice, without a rendezvous."""
+        ...
+
+    def answer(self) -> Answer:
+        """A fresh formatter for one attempt."""
+        ...
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine can do; announced in the registry.
+
+    Attributes:
+        name: Engine and version, `sglang 0.5.23`.
+        model: The served model name.
+        kinds: What it can answer.
+        tokenizer: Whether it has one.
+        capacity: See `Capacity`.
+        signature: None for an engine that takes part in no transfer.
+        bootstrap: Of a prefill engine.
+    """
+
+    name: str
+    model: str
+    kinds: tuple[Kind, ...]
+    tokenizer: bool
+    capacity: Capacity
+    signature: Signature | None = None
+    bootstrap: Bootstrap | None = None
+
+
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """How busy the engine is."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_used: int = 0
+
+
+class Engine(Protocol):
+    """One model on this worker's devices."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Fixed once the engine is up."""
+        ...
+
+    async def prepare(self, request: AnyRequest) -> Prompt:
+        """Checks a request against this model, renders and tokenises it.
+
+        Raises:
+            CallerError: The request cannot be served; the engine was not touched.
+        """
+        ...
+
+    def generate(self, leg: Leg) -> AsyncGenerator[Delta, None]:
+        """Runs one leg. Closing the generator aborts it.
+
+        Raises:
+            CallerError: The engine refused the request.
+            TransferFailed: The KV cache did not arrive; worth another prefill worker.
+            Cancelled: `abort` was called.
+            EngineFailed: Anything else.
+        """
+        ...
+
+    def abort(self, rid: str) -> None:
+        """Ends a leg wherever it is, also before its first token; unknown ids are no error."""
+        ...
+
+    async def load(self) -> EngineLoad:
+        """How busy it is; cheap."""
+        ...
+
+    async def healthy(self) -> bool:
+        """Whether the engine's processes live and answer."""
+        ...
+
+    async def close(self) -> None:
+        """Ends the engine and its processes."""
+        ...
