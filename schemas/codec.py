@@ -106,21 +106,11 @@ def _reason(error: Exception) -> str:
 
 
 def _depth(value: Any) -> int:
-    """Levels of nesting, without recursion; stops once the limit is passed."""
-    deepest, stack = 0, [(value, 1)]
-    while stack:
+    """Levels of nesting of an object, without recursion; stops once the limit is passed."""
+    deepest, stack = 1, [(value, 1)]
+    while stack and deepest <= limits.NESTING_DEPTH:
         current, level = stack.pop()
-        if isinstance(current, dict):
-            children: Any = current.values()
-        elif isinstance(current, list):
-            if current and isinstance(current[0], int):
-                children = ()
-            else:
-                children = current
-        else:
-            continue
         deepest = max(deepest, level)
-        if deepest > limits.NESTING_DEPTH:
-            return deepest
-        stack.extend((child, level + 1) for child in children)
+        children = current.values() if isinstance(current, dict) else current
+        stack.extend((child, level + 1) for child in children if isinstance(child, dict | list))
     return deepest

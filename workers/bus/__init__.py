@@ -1,0 +1,1 @@
+"""NATS: the guarded connection, streams, the pull loop, the registry and the services API."""

@@ -1,0 +1,130 @@
+"""What the delivery contract needs of a broker.
+
+`workers.jobs` is written against this, so that the same code runs over NATS
+and over a simulated broker with virtual time.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Mapping
+from typing import Protocol
+
+import msgspec
+
+
+class Stored(msgspec.Struct, frozen=True, kw_only=True):
+    """One message of a stream.
+
+    Attributes:
+        subject: Its subject.
+        data: Its body.
+        headers: Its headers; empty where it has none.
+        sequence: Its stream sequence.
+        time: When the server stored it; aware.
+    """
+
+    subject: str
+    data: bytes
+    headers: Mapping[str, str]
+    sequence: int
+    time: dt.datetime
+
+
+class Delivery(Protocol):
+    """One delivery of one job; exactly one of `ack`, `nak` and `term` ends it."""
+
+    @property
+    def message(self) -> Stored:
+        """The job as submitted."""
+        ...
+
+    @property
+    def attempt(self) -> int:
+        """How often it has been delivered, this time included; from 1."""
+        ...
+
+    async def ack(self) -> None:
+        """Done with; returns when the server knows.
+
+        Raises:
+            BusUnavailable: The server did not say so in time; it may deliver the job again.
+        """
+        ...
+
+    async def nak(self, delay: float) -> None:
+        """Give it back, to be delivered again after `delay` seconds."""
+        ...
+
+    async def term(self, reason: str) -> None:
+        """Never deliver it again; `reason` goes into the server's advisory."""
+        ...
+
+    async def progress(self) -> None:
+        """Still at work: starts the ack wait anew."""
+        ...
+
+
+class Broker(Protocol):
+    """Publishing and looking up; subscribing and pulling are the roles' concern."""
+
+    @property
+    def max_payload(self) -> int:
+        """Largest message in bytes, headers included."""
+        ...
+
+    def send(
+        self, subject: str, data: bytes, headers: Mapping[str, str] | None = None, *, reply: str = ""
+    ) -> None:
+        """Publishes at most once, in the order of calls, without waiting.
+
+        Raises:
+            PayloadTooLarge: Over the server's limit.
+            InvalidSubject: A subject that cannot be published to.
+        """
+        ...
+
+    async def ready(self) -> None:
+        """Waits while more is queued for sending than should be."""
+        ...
+
+    async def flush(self) -> None:
+        """Returns when the server has everything that `send` took.
+
+        Raises:
+            BusUnavailable: Not in time.
+        """
+        ...
+
+    async def store(
+        self, subject: str, data: bytes, headers: Mapping[str, str] | None = None, *, once: bool = False
+    ) -> int | None:
+        """Publishes into a stream and returns the message's sequence.
+
+        Args:
+            subject: Of a stream.
+            data: The body.
+            headers: With `Nats-Msg-Id`, a second publish within the stream's window is dropped.
+            once: Only if the subject holds no message yet; otherwise nothing is stored and None returned.
+
+        Raises:
+            PayloadTooLarge: Over the server's limit.
+            BusUnavailable: No stream took it, or the stream is full.
+        """
+        ...
+
+    async def last(self, stream: str, subject: str) -> Stored | None:
+        """The newest message on a subject, if any.
+
+        Raises:
+            BusUnavailable: The server did not answer.
+        """
+        ...
+
+    async def read(self, stream: str, subject: str) -> list[Stored]:
+        """All messages on one subject that the stream still holds, oldest first.
+
+        Raises:
+            BusUnavailable: The server did not answer.
+        """
+        ...
