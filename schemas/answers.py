@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from typing import Any, Final, Literal
+from typing import Literal
 
 import msgspec
 
-from schemas import codec
+from schemas.errors import ErrorBody
 
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
 
@@ -94,21 +93,9 @@ class TokenAnswer(msgspec.Struct, omit_defaults=True, kw_only=True):
     warnings: list[str] = []
 
 
-def stamp(body: bytes, *, content_type: str, **fields: Any) -> bytes:
-    """A JSON object with `fields` put before its own, in the content type asked for.
+class Retrying(msgspec.Struct, kw_only=True):
+    """An attempt is over without an end mark, and another will follow; its chunks supersede this one's."""
 
-    Chat and completion chunks come from SGLang as JSON text; this adds `job`, `attempt` and `seq`
-    without decoding them, unless the caller wants MessagePack.
-    """
-    if content_type == codec.MSGPACK:
-        return codec.encode(fields | msgspec.json.decode(body), codec.MSGPACK)
-    head = codec.encode(fields)
-    return head[:-1] + (b"," if len(head) > 2 and body[1:2] != b"}" else b"") + body[1:]
-
-
-_JOB: Final = re.compile(r"[!-~]+")
-
-
-def printable(job: str) -> bool:
-    """Whether a job id can stand in a header as it is."""
-    return _JOB.fullmatch(job) is not None
+    job: str
+    attempt: int
+    retrying: ErrorBody

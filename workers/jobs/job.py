@@ -1,0 +1,174 @@
+"""One attempt at one request: who asked, where the answer goes, until when."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Mapping
+
+import msgspec
+
+from schemas import codec, headers, requests
+from schemas.errors import InvalidSubject, UnsupportedContentType
+from schemas.subjects import LIVE_OWNER, JobKey, Kind, Subjects, escape
+from workers.bus.interface import Stored
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt.
+
+    Attributes:
+        id: The job's id, as the caller knows it.
+        owner: Who submitted it, from the subject; `live` for live requests.
+        model: From the subject.
+        kind: From the subject.
+        attempt: From 1.
+        submission: Stream sequence of a durable job; None for a live request.
+        arrived: When the job was stored or received.
+        reply: Subject of the answer.
+        content_type: Of request and answer.
+        deadline: When it expires.
+        traceparent: W3C trace context.
+    """
+
+    id: str
+    owner: str
+    model: str
+    kind: Kind
+    attempt: int
+    submission: int | None
+    arrived: dt.datetime
+    reply: str
+    content_type: str = codec.JSON
+    deadline: dt.datetime | None = None
+    traceparent: str | None = None
+
+    @property
+    def key(self) -> JobKey:
+        """As cancel, stream and result subjects name it."""
+        return JobKey(self.owner, self.id)
+
+    @property
+    def durable(self) -> bool:
+        """Whether it came from a stream."""
+        return self.submission is not None
+
+    def streams(self, request: requests.AnyRequest) -> bool:
+        """Whether chunks are wanted: what the body says, else every durable job, else the kind's default."""
+        return request.stream if request.stream is not None else (self.durable or request.streams)
+
+
+class Envelope(msgspec.Struct, frozen=True, kw_only=True):
+    """A request as it came, before anything of it was checked.
+
+    Attributes:
+        job: With defaults in place of every header that may be wrong, so that even then its owner
+            gets an answer.
+        body: As received.
+        headers: As received.
+        subjects: Of this bus.
+        replies: Prefixes of reply subjects that callers may name.
+    """
+
+    job: Job
+    body: bytes
+    headers: Mapping[str, str]
+    subjects: Subjects
+    replies: tuple[str, ...]
+
+    def open(self) -> tuple[Job, requests.AnyRequest]:
+        """The job with its headers read, and the checked request.
+
+        Raises:
+            CallerError: Of any kind; the answer goes to `self.job.reply`.
+        """
+        named_id, named_reply = _named_id(self.headers), self.headers.get(headers.REPLY_TO)
+        if named_id:
+            escape(named_id)
+        reply = self.job.reply
+        if named_reply is not None and self.job.durable:
+            reply = self.subjects.check_reply(named_reply, owner=self.job.owner, prefixes=self.replies)
+        job = msgspec.structs.replace(
+            self.job,
+            reply=reply,
+            content_type=codec.content_type(self.headers.get(headers.CONTENT_TYPE)),
+            deadline=headers.parse_deadline(self.headers, arrived=self.job.arrived),
+        )
+        return job, requests.read(job.kind, self.body, content_type=job.content_type, model=job.model)
+
+
+def live(
+    message: Stored, *, reply: str, fallback_id: str, subjects: Subjects, replies: tuple[str, ...]
+) -> Envelope:
+    """A live request.
+
+    Args:
+        message: As received; its sequence means nothing.
+        reply: The NATS reply subject.
+        fallback_id: The job's id where the caller chose none.
+        subjects: Of this bus.
+        replies: Prefixes of reply subjects that callers may name.
+
+    Raises:
+        InvalidSubject: Of another family.
+        InvalidReplySubject: The worker must not publish there; there is nobody to answer.
+    """
+    address = subjects.parse_request(message.subject)
+    job = Job(
+        id=_usable_id(message.headers) or fallback_id,
+        owner=LIVE_OWNER,
+        model=address.model,
+        kind=address.kind,
+        attempt=1,
+        submission=None,
+        arrived=message.time,
+        reply=subjects.check_reply(reply, owner=LIVE_OWNER, prefixes=replies),
+        content_type=_readable_type(message.headers),
+        traceparent=message.headers.get(headers.TRACEPARENT),
+    )
+    return Envelope(job=job, body=message.data, headers=message.headers, subjects=subjects, replies=replies)
+
+
+def durable(message: Stored, *, attempt: int, subjects: Subjects, replies: tuple[str, ...]) -> Envelope:
+    """A delivery of a durable job.
+
+    Raises:
+        InvalidSubject: Of another family.
+    """
+    address = subjects.parse_job(message.subject)
+    job_id = _usable_id(message.headers) or str(message.sequence)
+    job = Job(
+        id=job_id,
+        owner=address.owner,
+        model=address.model,
+        kind=address.kind,
+        attempt=attempt,
+        submission=message.sequence,
+        arrived=message.time,
+        reply=subjects.stream(address.owner, job_id),
+        content_type=_readable_type(message.headers),
+        traceparent=message.headers.get(headers.TRACEPARENT),
+    )
+    return Envelope(job=job, body=message.data, headers=message.headers, subjects=subjects, replies=replies)
+
+
+def _named_id(found: Mapping[str, str]) -> str | None:
+    return found.get(headers.JOB_ID) or found.get(headers.MSG_ID)
+
+
+def _usable_id(found: Mapping[str, str]) -> str | None:
+    """The id that the caller chose, unless no subject can carry it."""
+    named = _named_id(found)
+    try:
+        if named:
+            escape(named)
+    except InvalidSubject:
+        return None
+    return named
+
+
+def _readable_type(found: Mapping[str, str]) -> str:
+    """The content type of error answers: JSON where the caller's is unknown."""
+    try:
+        return codec.content_type(found.get(headers.CONTENT_TYPE))
+    except UnsupportedContentType:
+        return codec.JSON

@@ -1,0 +1,143 @@
+"""The answer to one attempt, as it goes out: chunks in order, then the end mark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from schemas import codec, headers
+from schemas.answers import Retrying
+from schemas.errors import ErrorAnswer, InferbusError
+from workers.bus.interface import Broker
+from workers.jobs.job import Job
+
+
+class Served(msgspec.Struct, kw_only=True):
+    """Who answered.
+
+    Attributes:
+        worker: This worker.
+        prefill: The prefill worker of the first choice, once one has served it.
+    """
+
+    worker: str
+    prefill: str | None = None
+
+
+class Reply:
+    """Sends the messages of one attempt; `seq` counts them from 0.
+
+    Args:
+        broker: Where to.
+        job: The attempt.
+        served: Named on the end mark.
+        probe: Reply subject put on every `probe_every`-th message: the server answers there when nobody
+            listens any more.
+        probe_every: See `probe`.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        job: Job,
+        served: Served,
+        *,
+        probe: str = "",
+        probe_every: int = 16,
+    ) -> None:
+        self._broker = broker
+        self._job = job
+        self._served = served
+        self._probe = probe
+        self._probe_every = probe_every
+        self._seal = seal(job)
+        self._headers = _identity(job)
+        self.sent = 0
+
+    async def chunk(self, message: msgspec.Struct | bytes, **extra: Any) -> None:
+        """Sends one chunk.
+
+        Args:
+            message: From an `Answer`.
+            extra: Further fields of this message.
+
+        Raises:
+            PayloadTooLarge: Over the server's limit.
+        """
+        self._send(self._seal(message, seq=self.sent, **extra))
+        await self._broker.ready()
+
+    def retrying(self, error: InferbusError) -> None:
+        """Tells that this attempt is over and another will follow; no end mark comes."""
+        event = Retrying(job=self._job.id, attempt=self._job.attempt, retrying=error.body())
+        self._send(codec.encode(event, self._job.content_type))
+
+    def whole(self, body: bytes) -> None:
+        """Sends the answer in one piece, or an error."""
+        self._send(body)
+
+    def end(self, status: headers.Status) -> None:
+        """The end mark: an empty body (ADR-47)."""
+        found = {
+            headers.STATUS: status,
+            headers.CHUNKS: str(self.sent),
+            **served_headers(self._job, self._served),
+        }
+        self._broker.send(self._job.reply, b"", found)
+
+    def _send(self, body: bytes) -> None:
+        probe = self._probe if self.sent % self._probe_every == 0 else ""
+        self._broker.send(self._job.reply, body, self._headers, reply=probe)
+        self.sent += 1
+
+
+def seal(job: Job) -> Callable[..., bytes]:
+    """A function that encodes an `Answer`'s message with the job's identity.
+
+    Chat and completion messages come from SGLang as JSON text: `job`, `attempt` and what else is given go
+    in front of its own fields without decoding it, unless the caller wants MessagePack.
+    """
+    prefix = codec.encode({"job": job.id, "attempt": job.attempt})[:-1]
+
+    def sealed(message: msgspec.Struct | bytes, **fields: Any) -> bytes:
+        if isinstance(message, bytes):
+            if job.content_type == codec.MSGPACK:
+                own = {"job": job.id, "attempt": job.attempt, **fields}
+                return codec.encode(own | msgspec.json.decode(message), codec.MSGPACK)
+            middle = b"," + codec.encode(fields)[1:-1] if fields else b""
+            return prefix + middle + b"," + message[1:]
+        message.job, message.attempt = job.id, job.attempt  # type: ignore[attr-defined]
+        for name, value in fields.items():
+            setattr(message, name, value)
+        return codec.encode(message, job.content_type)
+
+    return sealed
+
+
+def error_body(job: Job, error: InferbusError) -> bytes:
+    """An error as an answer."""
+    answer = ErrorAnswer(error=error.body(), job=job.id, attempt=job.attempt)
+    return codec.encode(answer, job.content_type)
+
+
+def served_headers(job: Job, served: Served) -> dict[str, str]:
+    """Who answered which attempt, for end marks and results."""
+    found = {
+        headers.ATTEMPT: str(job.attempt),
+        headers.CONTENT_TYPE: job.content_type,
+        headers.WORKER: served.worker,
+    }
+    if served.prefill is not None:
+        found[headers.PREFILL_WORKER] = served.prefill
+    if job.submission is not None:
+        found[headers.SUBMISSION] = str(job.submission)
+    return found
+
+
+def _identity(job: Job) -> dict[str, str] | None:
+    """Headers of a durable job's chunks; a live request's have none, since its body says it all."""
+    if job.submission is None:
+        return None
+    return {headers.SUBMISSION: str(job.submission), headers.ATTEMPT: str(job.attempt)}
