@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import datetime as dt
+import re
 from collections.abc import Mapping
 from typing import Final, Literal
+
+import msgspec
 
 from schemas import limits
 from schemas.errors import InvalidRequest
@@ -42,11 +45,40 @@ PREFILL_WORKER: Final = "Infer-Prefill-Worker"
 SUBMISSION: Final = "Infer-Submission"
 """On a job's chunks, end mark and result: the stream sequence of the submission that they answer."""
 
+CONTINUES: Final = "Infer-Continues"
+"""On the first chunk of a newer attempt that goes on after an older one: see `Continuation`."""
+
 REASON: Final = "Infer-Reason"
 """On dead letters: the error's code."""
 
 MSG_ID: Final = "Nats-Msg-Id"
 EXPECTED_LAST: Final = "Nats-Expected-Last-Subject-Sequence"
+
+_CONTINUATION: Final = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
+
+
+class Continuation(msgspec.Struct, frozen=True):
+    """Where a newer attempt goes on: `Infer-Continues: <attempt>:<chunks>`.
+
+    The count is part of it because a stalled owner may have sent chunks that its successor did not see
+    before it went on, and because a reader that missed some must know how many there are to be had.
+
+    Attributes:
+        attempt: The older attempt.
+        chunks: How many of its chunks stand; later ones of it are void.
+    """
+
+    attempt: int
+    chunks: int
+
+    def __str__(self) -> str:
+        return f"{self.attempt}:{self.chunks}"
+
+
+def parse_continues(headers: Mapping[str, str] | None) -> Continuation | None:
+    """Which older attempt a chunk goes on after; None where it starts anew, or says something unreadable."""
+    found = _CONTINUATION.fullmatch((headers or {}).get(CONTINUES, ""))
+    return Continuation(int(found[1]), int(found[2])) if found else None
 
 
 def parse_deadline(headers: Mapping[str, str] | None, *, arrived: dt.datetime) -> dt.datetime | None:
