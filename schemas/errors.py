@@ -25,6 +25,7 @@
     │   └── BusUnavailable           bus_unavailable
     └── WorkerError          this worker's; retried elsewhere, dead-lettered after the last attempt
         ├── EngineFailed             engine_failed
+        ├── AttemptsExhausted        attempts_exhausted
         └── InternalError            internal_error
 
 The lifecycle code switches on the class; nothing ever looks at a message's text.
@@ -228,6 +229,13 @@ class EngineFailed(WorkerError):
     """The engine gave up on the request."""
 
     code = "engine_failed"
+
+
+class AttemptsExhausted(WorkerError):
+    """Every worker that took the job died with it."""
+
+    code = "attempts_exhausted"
+    retryable = False
 
 
 class InternalError(WorkerError):

@@ -51,6 +51,12 @@ CONTINUES: Final = "Infer-Continues"
 REASON: Final = "Infer-Reason"
 """On dead letters: the error's code."""
 
+DETAIL: Final = "Infer-Detail"
+"""On dead letters: the error's message."""
+
+SUBJECT: Final = "Infer-Subject"
+"""On dead letters: the subject that the job came on; replaying it means publishing it there again."""
+
 MSG_ID: Final = "Nats-Msg-Id"
 EXPECTED_LAST: Final = "Nats-Expected-Last-Subject-Sequence"
 

@@ -97,7 +97,12 @@ class Broker(Protocol):
         ...
 
     async def store(
-        self, subject: str, data: bytes, headers: Mapping[str, str] | None = None, *, once: bool = False
+        self,
+        subject: str,
+        data: bytes,
+        headers: Mapping[str, str] | None = None,
+        *,
+        expect: int | None = None,
     ) -> int | None:
         """Publishes into a stream and returns the message's sequence.
 
@@ -105,7 +110,8 @@ class Broker(Protocol):
             subject: Of a stream.
             data: The body.
             headers: With `Nats-Msg-Id`, a second publish within the stream's window is dropped.
-            once: Only if the subject holds no message yet; otherwise nothing is stored and None returned.
+            expect: Only if the subject's newest message has this sequence (0: it holds none); otherwise
+                nothing is stored and None returned.
 
         Raises:
             PayloadTooLarge: Over the server's limit.

@@ -1,0 +1,140 @@
+"""One attempt, from the envelope to an outcome; what then becomes of the message is `delivery`'s."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import structlog
+
+from schemas import headers
+from schemas.errors import Cancelled, DeadlineExceeded, InferbusError, InternalError
+from schemas.requests import AnyRequest
+from workers.bus.interface import Broker
+from workers.jobs.job import Envelope, Job
+from workers.jobs.reply import Reply, Served, error_body
+from workers.jobs.scope import Scope, Scopes
+
+log = structlog.get_logger()
+
+Generate = Callable[[Job, AnyRequest, Reply, Served], Awaitable[bytes]]
+"""Answers one request: streams its chunks to the reply if wanted, and returns the whole answer.
+
+Raises `InferbusError`.
+"""
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    """How an attempt went.
+
+    Attributes:
+        job: The attempt.
+        reply: Where its chunks went.
+        served: Who answered.
+        body: The whole answer, or the error as an answer.
+        error: None on success.
+        streamed: Whether the answer has gone out in chunks already.
+    """
+
+    job: Job
+    reply: Reply
+    served: Served
+    body: bytes
+    error: InferbusError | None
+    streamed: bool
+
+    @property
+    def status(self) -> headers.Status:
+        """As the end mark says it."""
+        if self.error is None:
+            return "ok"
+        if isinstance(self.error, Cancelled):
+            return "cancelled"
+        return "expired" if isinstance(self.error, DeadlineExceeded) else "error"
+
+    def answer(self) -> None:
+        """Sends what is still to be sent, and the end mark."""
+        if self.error is not None or not self.streamed:
+            self.reply.whole(self.body)
+        self.reply.end(self.status)
+
+
+class Attempts:
+    """Runs the attempts of one worker.
+
+    Args:
+        broker: Where replies go.
+        generate: What the role does.
+        worker: This worker's id.
+        probe: Reply subject for finding out that nobody listens; see `Reply`.
+        probe_every: See `Reply`.
+        now: Wall clock, aware.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        generate: Generate,
+        *,
+        worker: str,
+        probe: str = "",
+        probe_every: int = 16,
+        now: Callable[[], dt.datetime] = lambda: dt.datetime.now(dt.UTC),
+    ) -> None:
+        self.scopes = Scopes()
+        self._broker = broker
+        self._generate = generate
+        self._worker = worker
+        self._probe = probe
+        self._probe_every = probe_every
+        self._now = now
+        self._listeners: dict[str, Scope] = {}
+
+    def gone(self, reply: str) -> None:
+        """The server says that nobody listens on a reply subject: its attempt is of no use any more."""
+        scope = self._listeners.get(reply)
+        if scope is not None:
+            scope.end(Cancelled("nobody listens on the reply subject any more"))
+
+    async def run(self, envelope: Envelope, scope: Scope) -> Outcome:
+        """One attempt; never raises `InferbusError`, since every failure is an outcome."""
+        job, served, streamed = envelope.job, Served(worker=self._worker), False
+        reply = Reply(self._broker, job, served)
+        log.info("job.started", **facts(job))
+        try:
+            job, request = envelope.open()
+            streamed = job.streams(request)
+            reply = self._reply(job, served)
+            self._listeners[job.reply] = scope
+            work = self._generate(job, request, reply, served)
+            body = await scope.run(work, deadline=self._seconds_left(job))
+            error = None
+        except InferbusError as problem:
+            error = problem
+        except Exception:  # a supervision point: a defect must not take the worker down
+            log.exception("job.defect", **facts(job))
+            error = InternalError("inferbus failed; the worker's log says how")
+        finally:
+            self._listeners.pop(job.reply, None)
+        if error is not None:
+            body = error_body(job, error)
+        return Outcome(job=job, reply=reply, served=served, body=body, error=error, streamed=streamed)
+
+    def _reply(self, job: Job, served: Served) -> Reply:
+        probe = "" if job.durable else self._probe
+        return Reply(self._broker, job, served, probe=probe, probe_every=self._probe_every)
+
+    def _seconds_left(self, job: Job) -> float | None:
+        return None if job.deadline is None else (job.deadline - self._now()).total_seconds()
+
+
+def facts(job: Job) -> dict[str, object]:
+    """What a log event says of an attempt."""
+    return {
+        "job": job.id,
+        "owner": job.owner,
+        "kind": job.kind,
+        "attempt": job.attempt,
+        "submission": job.submission,
+    }

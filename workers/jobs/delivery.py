@@ -1,0 +1,183 @@
+"""The delivery contract of durable jobs, in the order of its table: before an attempt, and after it.
+
+    taken      → result there already?      acknowledge, nothing else
+               → attempts used up?          dead letter (its last worker died)
+               → cancelled while queued?    cancelled, without touching the engine
+    succeeded  → result stored once → end mark → acknowledged
+    caller's fault, cancelled, expired → the same, with the error as the result
+    draining   → handed back at once
+    failed     → tried again after a growing delay; after the last attempt: dead letter → result → terminated
+
+The final result is stored before the job is acknowledged, and only if no
+other owner has stored one since this attempt began; so a job ends in exactly
+one result however often it was delivered.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import structlog
+
+from schemas import headers
+from schemas.errors import AttemptsExhausted, BusUnavailable, CallerError, Draining, Ended, InferbusError
+from schemas.subjects import Subjects
+from workers.bus.interface import Broker, Delivery, Stored
+from workers.jobs import cancel
+from workers.jobs.attempt import Attempts, Outcome, facts
+from workers.jobs.cancel import Cancels
+from workers.jobs.job import Envelope, Job, durable
+from workers.jobs.reply import Reply, Served, error_body, served_headers
+from workers.jobs.retry import RetryPolicy
+from workers.jobs.scope import Scope
+
+log = structlog.get_logger()
+
+RESULTS: Final = "INFER_RESULTS"
+
+
+class Deliveries:
+    """Keeps the contract for the deliveries of one worker.
+
+    Args:
+        broker: Where results, replies and dead letters go.
+        attempts: Runs them.
+        cancels: Knows which jobs their owners gave up.
+        subjects: Of this bus.
+        policy: How often and how soon a job is tried again.
+        replies: Prefixes of reply subjects that callers may name.
+        worker: This worker's id.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        attempts: Attempts,
+        cancels: Cancels,
+        *,
+        subjects: Subjects,
+        policy: RetryPolicy,
+        replies: tuple[str, ...],
+        worker: str,
+    ) -> None:
+        self._broker = broker
+        self._attempts = attempts
+        self._cancels = cancels
+        self._subjects = subjects
+        self._policy = policy
+        self._replies = replies
+        self._worker = worker
+
+    async def handle(self, delivery: Delivery) -> None:
+        """Sees one delivery through to its acknowledgement, or gives it back.
+
+        Where NATS is away the job is left alone: it will be delivered again, and the result that may be
+        stored already is found then.
+        """
+        message = delivery.message
+        try:
+            envelope = durable(
+                message, attempt=delivery.attempt, subjects=self._subjects, replies=self._replies
+            )
+        except CallerError as error:
+            log.error("job.unreadable", subject=message.subject, sequence=message.sequence, code=error.code)
+            await delivery.term(error.code)
+            return
+        try:
+            await self._handle(delivery, envelope)
+        except BusUnavailable as error:
+            log.warning("job.left", reason=error.message, **facts(envelope.job))
+
+    async def _handle(self, delivery: Delivery, envelope: Envelope) -> None:
+        job = envelope.job
+        previous = await self._result(job)
+        if previous is not None and _submission(previous) >= (job.submission or 0):
+            await delivery.ack()
+            log.info("job.acknowledged", reason="its result is stored", **facts(job))
+            return
+        expect = 0 if previous is None else previous.sequence
+        if job.attempt > self._policy.attempts:
+            error = AttemptsExhausted(f"{job.attempt - 1} attempts ended without an answer")
+            await self._bury(delivery, self._failed(job, error), expect)
+            return
+        scope = Scope(job.key, submission=job.submission, arrived=job.arrived)
+        forget = self._attempts.scopes.add(scope)
+        try:
+            mark = await self._cancels.mark(job.key)
+            if mark is not None and cancel.hits(mark, submission=job.submission, arrived=job.arrived):
+                cancel.end(scope)
+            outcome = await self._attempts.run(envelope, scope)
+        finally:
+            forget()
+        await self._settle(delivery, outcome, expect)
+
+    async def _settle(self, delivery: Delivery, outcome: Outcome, expect: int) -> None:
+        error, job = outcome.error, outcome.job
+        if error is None or isinstance(error, CallerError | Ended):
+            await self._conclude(outcome, expect)
+            await delivery.ack()
+            log.info("job.finished", status=outcome.status, code=error and error.code, **facts(job))
+        elif isinstance(error, Draining):
+            outcome.reply.retrying(error)
+            await delivery.nak(0.0)
+            log.info("job.handed_back", **facts(job))
+        elif self._policy.last(job.attempt):
+            await self._bury(delivery, outcome, expect)
+        else:
+            delay = self._policy.delay(job.attempt)
+            outcome.reply.retrying(error)
+            await delivery.nak(delay)
+            log.warning("job.retried", code=error.code, reason=error.message, delay=delay, **facts(job))
+
+    async def _bury(self, delivery: Delivery, outcome: Outcome, expect: int) -> None:
+        """A dead letter first, so that whatever fails after it loses nothing."""
+        job, message = outcome.job, delivery.message
+        code = outcome.error.code if outcome.error else ""
+        reason = outcome.error.message if outcome.error else ""
+        letter = {
+            **message.headers,
+            headers.REASON: code,
+            headers.DETAIL: reason,
+            headers.ATTEMPT: str(job.attempt),
+            headers.JOB_ID: job.id,
+            headers.SUBJECT: message.subject,
+            headers.SUBMISSION: str(message.sequence),
+            headers.WORKER: self._worker,
+            headers.MSG_ID: f"dead-{message.sequence}",
+        }
+        await self._broker.store(self._subjects.dead(job.model, job.kind), message.data, letter)
+        await self._conclude(outcome, expect)
+        await delivery.term(code)
+        log.error("job.dead", code=code, reason=reason, **facts(job))
+
+    async def _conclude(self, outcome: Outcome, expect: int) -> None:
+        """Stores the one result, then ends the reply; a second owner's result is dropped."""
+        job = outcome.job
+        found = {headers.STATUS: outcome.status, **served_headers(job, outcome.served)}
+        subject = self._subjects.result(job.owner, job.id)
+        stored = await self._broker.store(subject, outcome.body, found, expect=expect)
+        if stored is None:
+            log.warning("job.superseded", **facts(job))
+            return
+        outcome.answer()
+        await self._broker.flush()
+
+    async def _result(self, job: Job) -> Stored | None:
+        return await self._broker.last(RESULTS, self._subjects.result(job.owner, job.id))
+
+    def _failed(self, job: Job, error: InferbusError) -> Outcome:
+        served = Served(worker=self._worker)
+        return Outcome(
+            job=job,
+            reply=Reply(self._broker, job, served),
+            served=served,
+            body=error_body(job, error),
+            error=error,
+            streamed=False,
+        )
+
+
+def _submission(result: Stored) -> int:
+    """The submission that a stored result answers."""
+    named = result.headers.get(headers.SUBMISSION, "")
+    return int(named) if named.isascii() and named.isdigit() else 0

@@ -1,0 +1,108 @@
+"""Ending an attempt from outside, for a reason: cancelled, expired, caller gone, draining."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
+
+from schemas.errors import DeadlineExceeded, InferbusError
+from schemas.subjects import JobKey
+
+T = TypeVar("T")
+
+
+class Scope:
+    """The part of an attempt that may be ended from outside.
+
+    The first reason wins. Once the scope is left, ending it does nothing: a
+    finished answer is stored and acknowledged whatever comes.
+    """
+
+    def __init__(self, key: JobKey, *, submission: int | None, arrived: dt.datetime) -> None:
+        self.key = key
+        self.submission = submission
+        self.arrived = arrived
+        self._task: asyncio.Task[object] | None = None
+        self._reason: InferbusError | None = None
+        self._over = False
+
+    def end(self, reason: InferbusError) -> None:
+        """Ends the attempt with `reason`; before it began, it will not begin."""
+        if self._over or self._reason is not None:
+            return
+        self._reason = reason
+        if self._task is not None:
+            self._task.cancel()
+
+    async def run(self, work: Awaitable[T], *, deadline: float | None = None) -> T:
+        """Awaits `work` in the current task.
+
+        Args:
+            work: What may be ended.
+            deadline: Seconds from now after which it ends with `DeadlineExceeded`.
+
+        Raises:
+            InferbusError: The reason given to `end`.
+        """
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("a scope runs inside a task")
+        timer = None
+        try:
+            if deadline is not None:
+                passed = DeadlineExceeded("the deadline has passed")
+                if deadline <= 0:
+                    self.end(passed)
+                timer = asyncio.get_running_loop().call_later(max(deadline, 0), self.end, passed)
+            if self._reason is not None:
+                if asyncio.iscoroutine(work):
+                    work.close()
+                raise self._reason
+            self._task = task
+            return await work
+        except asyncio.CancelledError:
+            if self._reason is None:
+                raise
+            task.uncancel()
+            raise self._reason from None
+        finally:
+            self._over, self._task = True, None
+            if timer is not None:
+                timer.cancel()
+
+
+class Scopes:
+    """The scopes of this worker's attempts, by job."""
+
+    def __init__(self) -> None:
+        self._open: dict[JobKey, set[Scope]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(scopes) for scopes in self._open.values())
+
+    def __iter__(self) -> Iterator[Scope]:
+        return iter([scope for scopes in self._open.values() for scope in scopes])
+
+    def add(self, scope: Scope) -> Callable[[], None]:
+        """Registers a scope; call what is returned when the attempt is over."""
+        self._open.setdefault(scope.key, set()).add(scope)
+        return lambda: self._remove(scope)
+
+    def find(self, key: JobKey) -> list[Scope]:
+        """The open attempts at a job."""
+        return list(self._open.get(key, ()))
+
+    def end_all(self, reason: InferbusError) -> int:
+        """Ends every attempt; returns how many there were."""
+        scopes = list(self)
+        for scope in scopes:
+            scope.end(reason)
+        return len(scopes)
+
+    def _remove(self, scope: Scope) -> None:
+        scopes = self._open.get(scope.key, set())
+        scopes.discard(scope)
+        if not scopes:
+            self._open.pop(scope.key, None)
