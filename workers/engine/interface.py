@@ -10,7 +10,7 @@ shares one room between its samples and hangs with prefill apart from decode.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterable
 from typing import Any, Protocol
 
 import msgspec
@@ -76,11 +76,11 @@ class Delta(msgspec.Struct, kw_only=True, gc=False):
 class Answer(Protocol):
     """Turns the deltas of one request into the caller's messages. Used once."""
 
-    def chunks(self, deltas: AsyncIterable[Delta]) -> AsyncIterator[msgspec.Struct | bytes]:
+    def chunks(self, deltas: AsyncIterable[Delta]) -> AsyncGenerator[msgspec.Struct | bytes, None]:
         """The streamed messages.
 
         `bytes` are a JSON object that lacks `job`, `attempt` and `seq`; a struct has them as fields
-        to be set. The iterator consumes `deltas` as it goes; what they held is then in `whole`.
+        to be set. The generator consumes `deltas` as it goes; what they held is then in `whole`.
         """
         ...
 

@@ -8,7 +8,7 @@ of such triples for each of them.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Sequence
 from typing import Any, Final
 
 from schemas.answers import (
@@ -60,7 +60,7 @@ class TokensAnswer:
         self._cached: int | None = None
         self._open = choices
 
-    async def chunks(self, deltas: AsyncIterable[Delta]) -> AsyncIterator[TokenChunk]:
+    async def chunks(self, deltas: AsyncIterable[Delta]) -> AsyncGenerator[TokenChunk, None]:
         """One chunk a delta; the last one of the request holds the usage.
 
         Raises:

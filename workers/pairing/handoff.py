@@ -1,0 +1,153 @@
+"""The decode side of a hand-off: asks a prefill worker for a prompt's KV cache and follows what becomes of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+import msgspec
+import structlog
+
+from schemas import codec, handoff
+from schemas.errors import (
+    CallerError,
+    InferbusError,
+    PrefillFailed,
+    PrefillUnavailable,
+    from_body,
+)
+from schemas.fleet import Signature, WorkerInfo
+from workers.engine.interface import Leg
+
+log = structlog.get_logger()
+
+
+class Wire(Protocol):
+    """How a hand-off travels."""
+
+    def ask(self, worker: WorkerInfo, body: bytes, answers: asyncio.Queue[bytes | None]) -> str:
+        """Sends a request; its answers go into the queue, None where nobody is there. Returns a ticket."""
+        ...
+
+    def tell(self, worker: WorkerInfo, body: bytes) -> None:
+        """Sends a message that has no answer."""
+        ...
+
+    def forget(self, ticket: str) -> None:
+        """No further answers are wanted."""
+        ...
+
+
+class Prefilling:
+    """A hand-off under way."""
+
+    def __init__(self, worker: WorkerInfo, outcome: asyncio.Future[handoff.Done]) -> None:
+        self.worker = worker
+        self._outcome = outcome
+
+    async def done(self) -> handoff.Done:
+        """Waits until prefill has sent the cache.
+
+        Raises:
+            PrefillUnavailable: The worker did not take it, or not in time.
+            PrefillFailed: It took it and failed.
+            CallerError: Its engine refused the prompt.
+        """
+        return await asyncio.shield(self._outcome)
+
+
+class Handoffs:
+    """Makes hand-offs.
+
+    Args:
+        wire: How they travel.
+        worker: This decode worker's id.
+        signature: Of its engine.
+        accept_timeout: Seconds within which a worker must say that it takes a hand-off.
+        timeout: Seconds within which it must have sent the cache. SGLang itself lets a prefill wait for
+            ever for a decode that never comes (NIXL's sender does not look at its bootstrap timeout).
+    """
+
+    def __init__(
+        self, wire: Wire, *, worker: str, signature: Signature, accept_timeout: float, timeout: float
+    ) -> None:
+        self._wire = wire
+        self._worker = worker
+        self._signature = signature
+        self._accept_timeout = accept_timeout
+        self._timeout = timeout
+
+    @asynccontextmanager
+    async def offer(self, worker: WorkerInfo, leg: Leg, *, job: str) -> AsyncIterator[Prefilling]:
+        """Hands a leg to a prefill worker; whatever is unfinished when the block ends is aborted there."""
+        if leg.rendezvous is None:
+            raise ValueError("a leg that is handed off needs a rendezvous")
+        answers: asyncio.Queue[bytes | None] = asyncio.Queue()
+        body = codec.encode(
+            handoff.Prefill(
+                rid=leg.rid,
+                room=leg.rendezvous.room,
+                token_ids=leg.token_ids,
+                sampling=leg.sampling,
+                options=leg.options,
+                worker=self._worker,
+                job=job,
+                signature=self._signature,
+                timeout=self._timeout,
+            ),
+            codec.MSGPACK,
+        )
+        ticket = self._wire.ask(worker, body, answers)
+        outcome = asyncio.ensure_future(self._follow(worker, answers))
+        try:
+            yield Prefilling(worker, outcome)
+        finally:
+            self._wire.forget(ticket)
+            if not outcome.done():
+                outcome.cancel()
+                self._wire.tell(worker, codec.encode(handoff.Abort(rid=leg.rid), codec.MSGPACK))
+            elif not outcome.cancelled() and (problem := outcome.exception()) is not None:
+                log.warning("handoff.failed", job=job, prefill=worker.worker, reason=str(problem))
+
+    async def _follow(self, worker: WorkerInfo, answers: asyncio.Queue[bytes | None]) -> handoff.Done:
+        try:
+            async with asyncio.timeout(self._accept_timeout):
+                first = self._read(worker, await answers.get())
+        except TimeoutError:
+            raise PrefillUnavailable(f"prefill worker {worker.worker} did not answer a hand-off") from None
+        if not isinstance(first, handoff.Accepted):
+            return self._ended(worker, first)
+        try:
+            async with asyncio.timeout(self._timeout):
+                return self._ended(worker, self._read(worker, await answers.get()))
+        except TimeoutError:
+            raise PrefillFailed(
+                f"prefill worker {worker.worker} did not finish in {self._timeout:g} s"
+            ) from None
+
+    def _read(self, worker: WorkerInfo, body: bytes | None) -> handoff.FromPrefill:
+        if body is None:
+            raise PrefillUnavailable(f"prefill worker {worker.worker} is not there any more")
+        try:
+            return msgspec.msgpack.decode(body, type=handoff.FromPrefill)
+        except msgspec.DecodeError:
+            raise PrefillFailed(f"prefill worker {worker.worker} answered in another language") from None
+
+    def _ended(self, worker: WorkerInfo, answer: handoff.FromPrefill) -> handoff.Done:
+        match answer:
+            case handoff.Done():
+                return answer
+            case handoff.Refused(error=error):
+                raise _fault(from_body(error), PrefillUnavailable, worker)
+            case handoff.Failed(error=error):
+                raise _fault(from_body(error), PrefillFailed, worker)
+        raise PrefillFailed(f"prefill worker {worker.worker} accepted a hand-off twice")
+
+
+def _fault(error: InferbusError, kind: type[InferbusError], worker: WorkerInfo) -> InferbusError:
+    """The caller's fault stays the caller's; everything else is this leg's, which the message names."""
+    if isinstance(error, CallerError):
+        return error
+    return kind(f"prefill worker {worker.worker}: {error.message}")
