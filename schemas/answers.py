@@ -11,7 +11,7 @@ from schemas.errors import ErrorBody
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
 
 
-class PromptTokensDetails(msgspec.Struct, omit_defaults=True, kw_only=True):
+class PromptTokensDetails(msgspec.Struct, kw_only=True):
     """How much of the prompt came from the prefix cache."""
 
     cached_tokens: int = 0
@@ -45,7 +45,7 @@ class TokenLogprobs(msgspec.Struct, omit_defaults=True, kw_only=True):
     top: list[list[TopLogprob]] | None = None
 
 
-class TokenChunk(msgspec.Struct, omit_defaults=True, kw_only=True):
+class TokenChunk(msgspec.Struct, omit_defaults=True, kw_only=True, gc=False):
     """One message of a token stream: tokens of one choice that no other message repeats.
 
     Attributes:

@@ -26,7 +26,9 @@ _ALIASES: Final = {
 
 _json = msgspec.json.Encoder()
 _msgpack = msgspec.msgpack.Encoder()
-_PATH: Final = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_PATH: Final = re.compile(r" - at (?:`key` in )?`\$(?P<path>[^`]*)`$")
+_QUOTED: Final = re.compile(r"^(Invalid (?:enum )?value|Object contains unknown field) .*", re.DOTALL)
+_JSON_TYPES: Final = frozenset({str, int, float, bool, type(None), dict, list})
 
 
 def content_type(header: str | None) -> str:
@@ -67,34 +69,50 @@ def decode(data: bytes, type: type[T], kind: str = JSON) -> T:
 
 
 def decode_object(data: bytes, kind: str = JSON) -> dict[str, Any]:
-    """The body of a request as a plain dictionary, with its nesting checked.
+    """The body of a request as a plain dictionary of what JSON can say, with its nesting checked.
+
+    Of two equal keys in an object the last one counts. MessagePack's integer keys become their decimal
+    text, as JSON would have them; its binary, timestamp and extension values are refused.
 
     Raises:
         UndecodableBody: Not of that content type, not an object, or nested too deeply.
+        InvalidRequest: A field holds what JSON cannot say, or too many values; `param` names it.
     """
     decoder = msgspec.msgpack.decode if kind == MSGPACK else msgspec.json.decode
     try:
         value = decoder(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise UndecodableBody(f"the body is not valid {kind}: {_reason(error)}") from None
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+    if not isinstance(value, dict):
         raise UndecodableBody("the body must be an object")
-    if _depth(value) > limits.NESTING_DEPTH:
-        raise UndecodableBody(f"the body is nested more than {limits.NESTING_DEPTH} levels deep")
+    _check_shape(value)
     return value
 
 
-def split_path(message: str) -> tuple[str, str | None]:
+def split_path(message: str, root: str = "") -> tuple[str, str | None]:
     """msgspec's message, apart from the path of the field that it is about.
 
-    The texts that msgspec makes name types and fields, never values, so they are safe to send and to log.
+    The result is safe to send and to log: what msgspec's texts quote of the data is cut off.
+
+    Args:
+        message: msgspec's.
+        root: Path of the value that msgspec was given.
     """
+    text, inner = _parts(message)
+    path = (root + inner).removeprefix(".")
+    return (f"{path}: {text}", path) if path else (text, None)
+
+
+def bounded(name: str) -> str:
+    """A name that a caller chose, short enough for a message."""
+    return name if len(name) <= limits.NAME_CHARS else f"{name[: limits.NAME_CHARS]}…"
+
+
+def _parts(message: str) -> tuple[str, str]:
     found = _PATH.search(message)
-    if found is None:
-        return message, None
-    path = found["path"] or None
-    text = message[: found.start()]
-    return (f"{path}: {text}" if path else text), path
+    text = message[: found.start()] if found else message
+    # An entry of a dictionary has no name in msgspec's paths: the dictionary is what is at fault.
+    return _QUOTED.sub(r"\1", text), found["path"].partition("[...]")[0] if found else ""
 
 
 def _reason(error: Exception) -> str:
@@ -102,15 +120,39 @@ def _reason(error: Exception) -> str:
         return "nested too deeply"
     if isinstance(error, UnicodeDecodeError):
         return "not UTF-8"
-    return str(error)
+    return _parts(str(error))[0]
 
 
-def _depth(value: Any) -> int:
-    """Levels of nesting of an object, without recursion; stops once the limit is passed."""
-    deepest, stack = 1, [(value, 1)]
-    while stack and deepest <= limits.NESTING_DEPTH:
-        current, level = stack.pop()
-        deepest = max(deepest, level)
-        children = current.values() if isinstance(current, dict) else current
-        stack.extend((child, level + 1) for child in children if isinstance(child, dict | list))
-    return deepest
+def _check_shape(body: dict[Any, Any]) -> None:
+    """One pass over the objects and arrays of a body, without recursion; scalars only by type."""
+    stack: list[tuple[str, Any, int]] = [("", body, 1)]
+    seen = 0
+    while stack:
+        field, current, level = stack.pop()
+        seen += 1
+        if level > limits.NESTING_DEPTH:
+            raise UndecodableBody(f"the body is nested more than {limits.NESTING_DEPTH} levels deep")
+        if seen > limits.CONTAINERS:
+            raise UndecodableBody(f"the body holds more than {limits.CONTAINERS} objects and arrays")
+        if type(current) is dict:
+            if set(map(type, current)) - {str}:
+                _rename_keys(field, current)
+            children = current.values()
+        else:
+            children = current
+        kinds = set(map(type, children))
+        if kinds - _JSON_TYPES:
+            field = field or next(name for name, child in body.items() if type(child) not in _JSON_TYPES)
+            raise InvalidRequest(f"{bounded(field)!r} holds what JSON cannot say", param=bounded(field))
+        if dict in kinds or list in kinds:
+            named = current.items() if level == 1 else ((field, child) for child in children)
+            stack.extend((name, child, level + 1) for name, child in named if type(child) in (dict, list))
+
+
+def _rename_keys(field: str, value: dict[Any, Any]) -> None:
+    renamed = {str(key) if type(key) is int else key: child for key, child in value.items()}
+    if len(renamed) != len(value) or any(type(key) is not str for key in renamed):
+        where = repr(bounded(field)) if field else "the body"
+        raise InvalidRequest(f"{where} has keys that JSON cannot say", param=bounded(field) or None)
+    value.clear()
+    value.update(renamed)

@@ -8,12 +8,20 @@ that decode no longer wants.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from schemas.errors import ErrorBody
 from schemas.fleet import Signature
+from schemas.requests import TokenIds
+
+Rid = Annotated[str, Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
+"""An engine's request id. SGLang aborts by prefix: a short or empty one would end others' work."""
+
+Room = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 
 
 class Prefill(msgspec.Struct, tag="prefill", omit_defaults=True, kw_only=True):
@@ -32,14 +40,14 @@ class Prefill(msgspec.Struct, tag="prefill", omit_defaults=True, kw_only=True):
         traceparent: W3C trace context.
     """
 
-    rid: str
-    room: int
-    token_ids: list[int]
+    rid: Rid
+    room: Room
+    token_ids: TokenIds
     sampling: dict[str, Any]
     worker: str
     job: str
     signature: Signature
-    timeout: float
+    timeout: Seconds
     options: dict[str, Any] = {}
     traceparent: str | None = None
 
@@ -47,7 +55,7 @@ class Prefill(msgspec.Struct, tag="prefill", omit_defaults=True, kw_only=True):
 class Abort(msgspec.Struct, tag="abort", kw_only=True):
     """Stop a hand-off."""
 
-    rid: str
+    rid: Rid
 
 
 class Accepted(msgspec.Struct, tag="accepted", kw_only=True):

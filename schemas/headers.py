@@ -96,7 +96,8 @@ def parse_deadline(headers: Mapping[str, str] | None, *, arrived: dt.datetime) -
             job keeps its deadline. Aware.
 
     Raises:
-        InvalidRequest: Neither RFC 3339 with an offset nor a finite, positive number of seconds.
+        InvalidRequest: Neither RFC 3339 with an offset nor a positive number of seconds, or further away
+            than `limits.DEADLINE_SECONDS`.
     """
     text = (headers or {}).get(DEADLINE)
     if not text:
@@ -117,4 +118,8 @@ def parse_deadline(headers: Mapping[str, str] | None, *, arrived: dt.datetime) -
         raise InvalidRequest(f"{DEADLINE} must be RFC 3339 or a number of seconds", param=DEADLINE) from None
     if moment.tzinfo is None:
         raise InvalidRequest(f"{DEADLINE} must name its offset from UTC", param=DEADLINE)
+    if moment - arrived > dt.timedelta(seconds=limits.DEADLINE_SECONDS):
+        raise InvalidRequest(
+            f"{DEADLINE} must be at most {limits.DEADLINE_SECONDS} seconds away", param=DEADLINE
+        )
     return moment

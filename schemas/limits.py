@@ -9,14 +9,23 @@ from __future__ import annotations
 
 from typing import Final
 
-SUBJECT_TOKEN_CHARS: Final = 128
-"""Longest model name, owner or job id, before it is made subject-safe."""
+SUBJECT_TOKEN_BYTES: Final = 128
+"""Longest model name, owner or job id in UTF-8, before it is made subject-safe (at most three times that)."""
 
-SUBJECT_CHARS: Final = 255
-"""Longest reply subject that a caller may name."""
+PREFIX_CHARS: Final = 64
+"""Longest subject prefix."""
+
+SUBJECT_CHARS: Final = 1024
+"""Longest reply subject that a caller may name; every subject of the contract is shorter."""
 
 NESTING_DEPTH: Final = 64
 """Deepest nesting of arrays and objects in a body."""
+
+CONTAINERS: Final = 100_000
+"""Most arrays and objects in a body."""
+
+NAME_CHARS: Final = 64
+"""How much of a name that a caller chose is repeated in messages."""
 
 MESSAGES: Final = 4096
 """Most messages in one chat request."""
@@ -38,6 +47,9 @@ STOP_TOKEN_IDS: Final = 1024
 
 LOGIT_BIASES: Final = 1024
 """Most entries of `logit_bias`."""
+
+LOGIT_BIAS: Final = 10_000.0
+"""Largest bias either way: OpenAI's API has 100, and half-precision logits overflow at 65,504."""
 
 TOP_LOGPROBS: Final = 20
 """Largest `top_logprobs`, as in OpenAI's API."""

@@ -7,14 +7,18 @@ default, `16.0` is an integer, unknown fields are named in the answer's
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
+from msgspec import Meta
 
 from schemas import codec, limits
 from schemas.errors import InvalidRequest, ModelNotFound, WrongKind
-from schemas.sampling import ALIASES, FIELDS, Sampling, collect, integral
+from schemas.sampling import INT64, NAMES, Sampling, TokenId, collect, integral
 from schemas.subjects import Kind
+
+TokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=limits.PROMPT_TOKENS)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=limits.TOP_LOGPROBS)]
 
 
 class StreamOptions(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -50,7 +54,7 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     user: str | None = None
-    priority: int | None = None
+    priority: Annotated[int, Meta(ge=INT64.start, le=INT64.stop - 1)] | None = None
     lora_path: str | None = None
     cache_salt: str | None = None
     warnings: list[str] = []
@@ -75,16 +79,11 @@ class TokenRequest(Request, omit_defaults=True, kw_only=True):
     kind = "tokens"
     streams = True
 
-    token_ids: list[int]
+    token_ids: TokenIds
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: TopLogprobs | None = None
 
     def check(self) -> None:
-        if not self.token_ids:
-            raise InvalidRequest("token_ids must not be empty", param="token_ids")
-        if len(self.token_ids) > limits.PROMPT_TOKENS:
-            raise InvalidRequest(f"token_ids must hold at most {limits.PROMPT_TOKENS} ids", param="token_ids")
-        _check_top_logprobs(self.top_logprobs)
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
 
@@ -99,14 +98,14 @@ class ChatRequest(Request, omit_defaults=True, kw_only=True):
     kind = "chat"
     streams = False
 
-    messages: list[dict[str, Any]]
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=limits.MESSAGES)]
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: TopLogprobs | None = None
     reasoning_effort: str | None = None
     reasoning: dict[str, Any] | None = None
     separate_reasoning: bool | None = None
@@ -118,37 +117,28 @@ class ChatRequest(Request, omit_defaults=True, kw_only=True):
     service_tier: str | None = None
 
     def check(self) -> None:
-        if not self.messages:
-            raise InvalidRequest("messages must not be empty", param="messages")
-        if len(self.messages) > limits.MESSAGES:
-            raise InvalidRequest(f"messages must hold at most {limits.MESSAGES}", param="messages")
         for i, message in enumerate(self.messages):
             _check_message(f"messages[{i}]", message)
-        _check_top_logprobs(self.top_logprobs)
 
 
 class CompletionRequest(Request, omit_defaults=True, kw_only=True):
     """OpenAI's completion request.
 
-    One prompt a request: a text or a list of token ids. Many prompts are many jobs.
+    One prompt a request: a text or a list of token ids, by itself or alone in a list. Many prompts are
+    many jobs.
     """
 
     kind = "completions"
     streams = False
 
-    prompt: str | list[int]
+    prompt: Annotated[str, Meta(min_length=1)] | TokenIds
     echo: bool | None = None
     suffix: str | None = None
-    logprobs: int | None = None
+    logprobs: TopLogprobs | None = None
     response_format: dict[str, Any] | None = None
     stream_options: StreamOptions | None = None
 
     def check(self) -> None:
-        if not self.prompt:
-            raise InvalidRequest("prompt must not be empty", param="prompt")
-        if not isinstance(self.prompt, str) and len(self.prompt) > limits.PROMPT_TOKENS:
-            raise InvalidRequest(f"prompt must hold at most {limits.PROMPT_TOKENS} ids", param="prompt")
-        _check_top_logprobs(self.logprobs, "logprobs")
         if self.suffix:
             raise InvalidRequest("suffix is not supported", param="suffix")
 
@@ -163,9 +153,17 @@ TYPES: Final[dict[Kind, type[AnyRequest]]] = {
 
 _ESSENTIAL: Final[dict[Kind, str]] = {"tokens": "token_ids", "chat": "messages", "completions": "prompt"}
 _NESTED_SAMPLING: Final = ("sampling_params", "sampling_options", "stop_conditions")
-_SAMPLING_TOP: Final = frozenset(FIELDS) | frozenset(ALIASES)
-_INTS: Final = frozenset({"top_logprobs", "priority"})
+_INTS: Final[dict[Kind, frozenset[str]]] = {
+    "tokens": frozenset({"top_logprobs", "priority"}),
+    "chat": frozenset({"top_logprobs", "priority"}),
+    "completions": frozenset({"logprobs", "priority"}),
+}
+_OWN: Final[dict[Kind, frozenset[str]]] = {
+    kind: frozenset(struct.__struct_fields__) - {"sampling", "warnings"} for kind, struct in TYPES.items()
+}
+_STREAM_OPTIONS: Final = frozenset(StreamOptions.__struct_fields__)
 _ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+_INSTEAD_OF_CONTENT: Final = ("tool_calls", "reasoning_content", "function_call", "refusal")
 
 
 def read(kind: Kind, body: bytes, *, content_type: str = codec.JSON, model: str | None = None) -> AnyRequest:
@@ -189,29 +187,24 @@ def read(kind: Kind, body: bytes, *, content_type: str = codec.JSON, model: str 
 def parse(kind: Kind, fields: dict[str, Any], *, model: str | None = None) -> AnyRequest:
     """`read`, of a body that is decoded already."""
     _check_kind(kind, fields)
-    target = TYPES[kind]
     warnings: list[str] = []
-    sources: dict[str, dict[str, Any]] = {"": fields}
-    for name in _NESTED_SAMPLING:
-        nested = fields.get(name)
-        if nested is None:
-            continue
-        if not isinstance(nested, dict):
-            raise InvalidRequest(f"{name} must be an object", param=name)
-        sources[name] = nested
-    own = {}
+    own: dict[str, Any] = {}
     for name, value in fields.items():
-        if name in _NESTED_SAMPLING or name in _SAMPLING_TOP:
+        if value is None or name in NAMES or name in _NESTED_SAMPLING:
             continue
-        if name not in target.__struct_fields__ or name in ("sampling", "warnings"):
-            warnings.append(f"unknown field {name[:64]!r} ignored")
-        elif value is not None:
-            own[name] = integral(value) if name in _INTS else value
-    if kind == "completions" and "logprobs" in own:
-        own["logprobs"] = integral(own["logprobs"])
-    sampling = collect(sources, warnings)
+        if name in _OWN[kind]:
+            own[name] = integral(value) if name in _INTS[kind] else value
+        else:
+            warnings.append(f"unknown field {codec.bounded(name)!r} ignored")
+    if kind == "completions":
+        own["prompt"] = _one_prompt(own["prompt"])
+    options = own.get("stream_options")
+    if isinstance(options, dict):
+        unknown = [name for name in options if name not in _STREAM_OPTIONS and options[name] is not None]
+        warnings += [f"unknown field {codec.bounded(f'stream_options.{name}')!r} ignored" for name in unknown]
+    sampling = collect({"": fields} | _nested_sampling(fields), warnings)
     try:
-        request = msgspec.convert(own, target)
+        request = msgspec.convert(own, TYPES[kind])
     except msgspec.ValidationError as error:
         message, param = codec.split_path(str(error))
         raise InvalidRequest(message, param=param) from None
@@ -221,6 +214,35 @@ def parse(kind: Kind, fields: dict[str, Any], *, model: str | None = None) -> An
         raise ModelNotFound("the body names another model than the subject", param="model")
     request.check()
     return request
+
+
+def _nested_sampling(fields: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    found = {}
+    for name in _NESTED_SAMPLING:
+        nested = fields.get(name)
+        if nested is None:
+            continue
+        if not isinstance(nested, dict):
+            raise InvalidRequest(f"{name} must be an object", param=name)
+        # Dynamo keeps the model's own end tokens apart from the caller's; both end a choice.
+        hidden = nested.get("stop_token_ids_hidden") if name == "stop_conditions" else None
+        if hidden is not None:
+            ids = nested.get("stop_token_ids") or []
+            if not isinstance(hidden, list) or not isinstance(ids, list):
+                raise InvalidRequest(f"{name}.stop_token_ids_hidden must be an array", param=name)
+            nested = {key: value for key, value in nested.items() if key != "stop_token_ids_hidden"}
+            nested["stop_token_ids"] = [*ids, *(token for token in hidden if token not in ids)]
+        found[name] = nested
+    return found
+
+
+def _one_prompt(prompt: Any) -> Any:
+    """OpenAI's clients put even a single prompt into a list."""
+    if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], str | list):
+        return prompt
+    if len(prompt) > 1:
+        raise InvalidRequest("prompt must be one text or one list of token ids", param="prompt")
+    return prompt[0]
 
 
 def _check_kind(kind: Kind, fields: dict[str, Any]) -> None:
@@ -237,22 +259,28 @@ def _check_kind(kind: Kind, fields: dict[str, Any]) -> None:
 
 def _check_message(path: str, message: dict[str, Any]) -> None:
     role = message.get("role")
-    if role not in _ROLES:
+    # SGLang's server takes a role in any case.
+    if not isinstance(role, str) or role.lower() not in _ROLES:
         raise InvalidRequest(f"{path}.role must be one of {', '.join(sorted(_ROLES))}", param=f"{path}.role")
+    calls = message.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise InvalidRequest(f"{path}.tool_calls must be an array of objects", param=f"{path}.tool_calls")
     content = message.get("content")
     if content is None:
-        if role != "assistant" or not any(message.get(key) for key in ("tool_calls", "reasoning_content")):
+        if role.lower() != "assistant" or not any(message.get(key) for key in _INSTEAD_OF_CONTENT):
             raise InvalidRequest(f"{path}.content is missing", param=f"{path}.content")
     elif isinstance(content, list):
-        if not all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in content):
-            raise InvalidRequest(f"{path}.content must hold parts with a type", param=f"{path}.content")
+        for i, part in enumerate(content):
+            _check_part(f"{path}.content[{i}]", part)
     elif not isinstance(content, str):
-        raise InvalidRequest(f"{path}.content must be a string or a list of parts", param=f"{path}.content")
+        raise InvalidRequest(f"{path}.content must be a string or an array of parts", param=f"{path}.content")
 
 
-def _check_top_logprobs(value: int | None, name: str = "top_logprobs") -> None:
-    if value is not None and not 0 <= value <= limits.TOP_LOGPROBS:
-        raise InvalidRequest(f"{name} must be between 0 and {limits.TOP_LOGPROBS}", param=name)
+def _check_part(path: str, part: Any) -> None:
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise InvalidRequest(f"{path} must be an object with a type", param=path)
+    if part["type"] == "text" and not isinstance(part.get("text"), str):
+        raise InvalidRequest(f"{path}.text must be a string", param=f"{path}.text")
 
 
 def _bounded(warnings: list[str]) -> list[str]:

@@ -10,16 +10,26 @@ refused.
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
+from msgspec import Meta
 
-from schemas import limits
+from schemas import codec, limits
 from schemas.errors import InvalidRequest
 
 INT64: Final = range(-(2**63), 2**63)
+INT32_MAX: Final = 2**31 - 1
+
+TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
+"""Of any vocabulary; see `Sampling.check_vocabulary` for a model's own."""
+
+Grammar = Annotated[str, Meta(max_length=limits.GRAMMAR_CHARS)]
+Text = Annotated[str, Meta(min_length=1)]
+Texts = Text | Annotated[list[Text], Meta(max_length=limits.STOP_STRINGS)]
+Bias = Annotated[float, Meta(ge=-limits.LOGIT_BIAS, le=limits.LOGIT_BIAS)]
 
 ALIASES: Final = {
     "max_tokens": "max_new_tokens",
@@ -60,29 +70,29 @@ class Sampling(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
         structural_tag: SGLang's structural tag as JSON text.
     """
 
-    max_new_tokens: int | None = None
-    min_new_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    stop: str | list[str] | None = None
-    stop_regex: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    max_new_tokens: Annotated[int, Meta(ge=1, le=INT32_MAX)] | None = None
+    min_new_tokens: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=limits.TEMPERATURE_MAX)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    stop: Texts | None = None
+    stop_regex: Texts | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=limits.STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    n: int | None = None
-    sampling_seed: int | None = None
-    logit_bias: dict[str, float] | None = None
-    json_schema: str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    structural_tag: str | None = None
+    n: Annotated[int, Meta(ge=1, le=limits.CHOICES)] | None = None
+    sampling_seed: Annotated[int, Meta(ge=INT64.start, le=INT64.stop - 1)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Meta(max_length=limits.LOGIT_BIASES)] | None = None
+    json_schema: Grammar | None = None
+    regex: Grammar | None = None
+    ebnf: Grammar | None = None
+    structural_tag: Grammar | None = None
 
     def given(self) -> dict[str, Any]:
         """The parameters that are not None, by name."""
@@ -98,15 +108,6 @@ class Sampling(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
         """The name of the grammar parameter in use, if any."""
         return next((name for name in GRAMMARS if getattr(self, name)), None)
 
-    def check(self) -> None:
-        """Checks everything that needs no model.
-
-        Raises:
-            InvalidRequest: `param` names the first parameter that is out of range.
-        """
-        for name, problem in self._problems():
-            raise InvalidRequest(f"{name} {problem}", param=name)
-
     def check_vocabulary(self, size: int) -> None:
         """Checks every token id against a vocabulary; an id outside it can kill an engine.
 
@@ -115,57 +116,38 @@ class Sampling(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
         """
         for name, ids in (
             ("stop_token_ids", self.stop_token_ids or ()),
-            ("logit_bias", [int(key) for key in self.logit_bias or ()]),
+            ("logit_bias", map(int, self.logit_bias or ())),
         ):
             if any(not 0 <= token < size for token in ids):
                 raise InvalidRequest(
                     f"{name} holds a token id outside the vocabulary (0 to {size - 1})", param=name
                 )
 
-    def _problems(self) -> Iterator[tuple[str, str]]:
-        for name, (low, high, text) in _RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and low <= value <= high):
-                yield name, text
-        for name in ("top_p", "repetition_penalty"):
-            if getattr(self, name) == 0:
-                yield name, _RANGES[name][2]
-        if self.top_k is not None and self.top_k != -1 and self.top_k not in range(1, 2**31):
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """What is wrong beyond a single value's range, which the types state: field and complaint."""
+        if self.top_k == 0:
             yield "top_k", "must be -1 or at least 1"
-        if self.sampling_seed is not None and self.sampling_seed not in INT64:
-            yield "seed", "must fit a signed 64-bit integer"
-        if (
-            self.max_new_tokens is not None
-            and self.min_new_tokens is not None
-            and self.min_new_tokens > self.max_new_tokens
-        ):
-            yield "min_tokens", "must not be above max_tokens"
-        yield from self._list_problems()
-        if sum(bool(getattr(self, name)) for name in GRAMMARS) > 1:
-            yield "sampling_params", f"holds more than one of {', '.join(GRAMMARS)}"
-        for name in GRAMMARS:
-            if len(getattr(self, name) or "") > limits.GRAMMAR_CHARS:
-                yield name, f"must have at most {limits.GRAMMAR_CHARS} characters"
-
-    def _list_problems(self) -> Iterator[tuple[str, str]]:
+        if self.min_new_tokens and self.max_new_tokens and self.min_new_tokens > self.max_new_tokens:
+            yield "min_new_tokens", "must not be above max_tokens"
+        if self.sampling_seed is not None and self.sampling_seed + self.choices - 1 not in INT64:
+            yield "sampling_seed", "plus n must fit a signed 64-bit integer"
         for name in ("stop", "stop_regex"):
-            value = getattr(self, name)
-            texts = [value] if isinstance(value, str) else value or []
-            if len(texts) > limits.STOP_STRINGS:
-                yield name, f"must hold at most {limits.STOP_STRINGS} strings"
-            if any(len(text.encode("utf-8", "surrogatepass")) > limits.STOP_STRING_BYTES for text in texts):
-                yield name, f"must hold strings of at most {limits.STOP_STRING_BYTES} bytes"
-            if any(not text for text in texts):
-                yield name, "must not hold an empty string"
-        if len(self.stop_token_ids or ()) > limits.STOP_TOKEN_IDS:
-            yield "stop_token_ids", f"must hold at most {limits.STOP_TOKEN_IDS} ids"
-        bias = self.logit_bias or {}
-        if len(bias) > limits.LOGIT_BIASES:
-            yield "logit_bias", f"must hold at most {limits.LOGIT_BIASES} entries"
-        if any(not (key.isascii() and key.isdigit() and len(key) < 12) for key in bias):
+            value = getattr(self, name) or ()
+            for text in (value,) if isinstance(value, str) else value:
+                if len(text) > limits.STOP_STRING_BYTES or len(_utf8(text)) > limits.STOP_STRING_BYTES:
+                    yield name, f"must hold strings of at most {limits.STOP_STRING_BYTES} bytes"
+        if any(not _TOKEN_KEY.fullmatch(key) for key in self.logit_bias or ()):
             yield "logit_bias", "must have token ids as keys"
-        if any(not math.isfinite(value) for value in bias.values()):
-            yield "logit_bias", "must hold finite numbers"
+        grammars = [name for name in GRAMMARS if getattr(self, name)]
+        if len(grammars) > 1:
+            yield grammars[1], f"cannot be together with {grammars[0]}"
+
+
+_TOKEN_KEY: Final = re.compile(r"0|[1-9][0-9]{0,9}")
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
 
 
 FIELDS: Final = Sampling.__struct_fields__
@@ -187,19 +169,6 @@ INT_NAMES: Final = frozenset(
     }
 )
 
-_TOKENS_MAX: Final = 2**31 - 1
-_RANGES: Final[dict[str, tuple[float, float, str]]] = {
-    "max_new_tokens": (1, _TOKENS_MAX, "(max_tokens) must be at least 1"),
-    "min_new_tokens": (0, _TOKENS_MAX, "(min_tokens) must not be negative"),
-    "temperature": (0, limits.TEMPERATURE_MAX, f"must be between 0 and {limits.TEMPERATURE_MAX:g}"),
-    "top_p": (0, 1, "must be above 0 and at most 1"),
-    "min_p": (0, 1, "must be between 0 and 1"),
-    "frequency_penalty": (-2, 2, "must be between -2 and 2"),
-    "presence_penalty": (-2, 2, "must be between -2 and 2"),
-    "repetition_penalty": (0, 2, "must be above 0 and at most 2"),
-    "n": (1, limits.CHOICES, f"must be between 1 and {limits.CHOICES}"),
-}
-
 
 def integral(value: Any) -> Any:
     """A float without a fraction as an int: JSON has one kind of number, and clients send `16.0`."""
@@ -215,33 +184,44 @@ def collect(sources: dict[str, dict[str, Any]], warnings: list[str]) -> Sampling
         warnings: Extended.
 
     Raises:
-        InvalidRequest: A wrong type, or one parameter with two values.
+        InvalidRequest: A wrong type, a value out of range, or one parameter with two values; `param` is
+            the path that the caller used.
     """
-    taken: dict[str, tuple[str, Any]] = {}
-    for place, values in sources.items():
-        for name, raw in values.items():
+    paths: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    for place, given in sources.items():
+        for name, raw in given.items():
+            if raw is None:
+                continue
             path = f"{place}.{name}" if place else name
             if name not in NAMES:
                 if place:
-                    warnings.append(f"unknown field {path!r} ignored")
-                continue
-            if raw is None:
+                    warnings.append(f"unknown field {codec.bounded(path)!r} ignored")
                 continue
             field, value = ALIASES.get(name, name), integral(raw) if name in INT_NAMES else raw
             if field == "logit_bias" and isinstance(value, dict):
-                value = {str(key): bias for key, bias in value.items()}
-            if field in taken and taken[field][1] != value:
-                raise InvalidRequest(f"{path} and {taken[field][0]} disagree", param=path)
-            taken[field] = (path, value)
-    fields = {}
-    for field, (path, value) in taken.items():
-        try:
-            fields[field] = msgspec.convert(value, _TYPES[field])
-        except msgspec.ValidationError as error:
-            raise InvalidRequest(f"{path}: {error}", param=path) from None
-    sampling = Sampling(**fields)
-    sampling.check()
+                value = _text_keys(path, value)
+            if field in values and values[field] != value:
+                raise InvalidRequest(f"{path} and {paths[field]} disagree", param=path)
+            paths[field], values[field] = path, value
+    try:
+        sampling = msgspec.convert(values, Sampling)
+    except msgspec.ValidationError as error:
+        message, param = codec.split_path(str(error))
+        field = re.split(r"[.\[]", param or "", maxsplit=1)[0]
+        path = paths.get(field, field)
+        raise InvalidRequest(
+            f"{path}{message.removeprefix(field)}", param=f"{path}{(param or '').removeprefix(field)}"
+        ) from None
+    for field, complaint in sampling.problems():
+        path = paths.get(field, field)
+        raise InvalidRequest(f"{path} {complaint}", param=path)
     return sampling
 
 
-_TYPES: Final[dict[str, Any]] = {field.name: field.type for field in msgspec.structs.fields(Sampling)}
+def _text_keys(path: str, bias: dict[Any, Any]) -> dict[Any, Any]:
+    """Token ids as text, as JSON has them, of a dictionary that was built in Python."""
+    renamed = {str(key) if type(key) is int else key: value for key, value in bias.items()}
+    if len(renamed) != len(bias):
+        raise InvalidRequest(f"{path} names one token twice", param=path)
+    return renamed

@@ -27,6 +27,7 @@ LIVE_OWNER: Final = "live"
 
 _SAFE: Final = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
 _TOKEN: Final = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+")
+_PREFIX_TOKEN: Final = re.compile(r"[A-Za-z0-9_-]+")
 _REPLY_TOKEN: Final = re.compile(r"[!-~]+")
 
 
@@ -34,18 +35,16 @@ def escape(name: str) -> str:
     """A name as one token of a subject.
 
     Raises:
-        InvalidSubject: Empty, or longer than `limits.SUBJECT_TOKEN_CHARS`.
+        InvalidSubject: Empty, not Unicode, or longer than `limits.SUBJECT_TOKEN_BYTES`.
     """
     if not name:
         raise InvalidSubject("a model name, owner or job id must not be empty")
-    if len(name) > limits.SUBJECT_TOKEN_CHARS:
-        raise InvalidSubject(
-            f"a model name, owner or job id has at most {limits.SUBJECT_TOKEN_CHARS} characters"
-        )
     try:
         raw = name.encode()
     except UnicodeEncodeError:
         raise InvalidSubject("a model name, owner or job id must be valid Unicode") from None
+    if len(raw) > limits.SUBJECT_TOKEN_BYTES:
+        raise InvalidSubject(f"a model name, owner or job id has at most {limits.SUBJECT_TOKEN_BYTES} bytes")
     return "".join(chr(byte) if byte in _SAFE else f"={byte:02X}" for byte in raw)
 
 
@@ -95,20 +94,25 @@ class Subjects(msgspec.Struct, frozen=True):
     prefix: str = "infer"
 
     def __post_init__(self) -> None:
-        if not all(_TOKEN.fullmatch(token) for token in self.prefix.split(".")):
-            raise InvalidSubject("the subject prefix must be tokens of letters, digits, '_' and '-'")
+        if len(self.prefix) > limits.PREFIX_CHARS or not all(
+            _PREFIX_TOKEN.fullmatch(token) for token in self.prefix.split(".")
+        ):
+            raise InvalidSubject(
+                f"the subject prefix must be tokens of letters, digits, '_' and '-', "
+                f"at most {limits.PREFIX_CHARS} characters"
+            )
 
     def request(self, model: str, kind: Kind) -> str:
         """A live request."""
-        return f"{self.prefix}.request.{escape(model)}.{kind}"
+        return f"{self.prefix}.request.{escape(model)}.{_kind(kind)}"
 
     def job(self, model: str, job_class: JobClass, owner: str, kind: Kind) -> str:
         """A durable job."""
-        return f"{self.prefix}.jobs.{escape(model)}.{job_class}.{escape(owner)}.{kind}"
+        return f"{self.prefix}.jobs.{escape(model)}.{_class(job_class)}.{_owner(owner)}.{_kind(kind)}"
 
     def jobs_of(self, model: str, job_class: JobClass) -> str:
         """Filter: all durable jobs of one model and class."""
-        return f"{self.prefix}.jobs.{escape(model)}.{job_class}.*.*"
+        return f"{self.prefix}.jobs.{escape(model)}.{_class(job_class)}.*.*"
 
     def prefill(self, model: str, worker: str | None = None) -> str:
         """A hand-off to any prefill worker of a model, or to one of them."""
@@ -129,7 +133,7 @@ class Subjects(msgspec.Struct, frozen=True):
 
     def dead(self, model: str, kind: Kind) -> str:
         """A job that will not be tried again."""
-        return f"{self.prefix}.dead.{escape(model)}.{kind}"
+        return f"{self.prefix}.dead.{escape(model)}.{_kind(kind)}"
 
     def all(self, family: Literal["jobs", "stream", "results", "cancel", "dead"]) -> str:
         """Filter: everything of one family."""
@@ -151,12 +155,9 @@ class Subjects(msgspec.Struct, frozen=True):
             InvalidSubject: Not such a subject.
         """
         model, job_class, owner, kind = self._tokens(subject, "jobs", 4)
-        if job_class not in CLASSES:
-            raise InvalidSubject(f"a job's class is one of {', '.join(CLASSES)}")
         name = unescape(owner)
-        if name == LIVE_OWNER:
-            raise InvalidSubject(f"the owner {LIVE_OWNER!r} is reserved for live requests")
-        return JobAddress(unescape(model), job_class, name, _kind(kind))
+        _owner(name)
+        return JobAddress(unescape(model), _class(job_class), name, _kind(kind))
 
     def parse_key(self, subject: str, family: Literal["stream", "results", "cancel"]) -> JobKey:
         """The owner and job in a stream, result or cancel subject.
@@ -179,14 +180,16 @@ class Subjects(msgspec.Struct, frozen=True):
         """
         own = f"{self.prefix}.stream.{escape(owner)}."
         tokens = subject.split(".")
-        if (
-            len(subject) > limits.SUBJECT_CHARS
-            or not all(_REPLY_TOKEN.fullmatch(token) for token in tokens)
-            or any(token in ("*", ">") or token.startswith("$") for token in tokens)
-            or not any(
-                subject.startswith(prefix) and len(subject) > len(prefix) for prefix in (*prefixes, own)
+        allowed = (
+            len(subject) <= limits.SUBJECT_CHARS
+            and all(_REPLY_TOKEN.fullmatch(token) for token in tokens)
+            and not any(token in ("*", ">") or token.startswith("$") for token in tokens)
+            and (
+                any(subject.startswith(prefix) and len(subject) > len(prefix) for prefix in prefixes)
+                or (subject.startswith(own) and _TOKEN.fullmatch(subject[len(own) :]) is not None)
             )
-        ):
+        )
+        if not allowed:
             raise InvalidReplySubject(
                 "replies go to an inbox or to the owner's own stream subject only", param="Infer-Reply-To"
             )
@@ -198,6 +201,19 @@ class Subjects(msgspec.Struct, frozen=True):
         if len(tokens) != count:
             raise InvalidSubject(f"not a subject of the family {self.prefix}.{family}")
         return tokens
+
+
+def _owner(name: str) -> str:
+    if name == LIVE_OWNER:
+        raise InvalidSubject(f"the owner {LIVE_OWNER!r} is reserved for live requests")
+    return escape(name)
+
+
+def _class(token: str) -> JobClass:
+    for job_class in CLASSES:
+        if token == job_class:
+            return job_class
+    raise InvalidSubject(f"a job's class is one of {', '.join(CLASSES)}")
 
 
 def _kind(token: str) -> Kind:
