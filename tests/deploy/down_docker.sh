@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# End the daemon that bring_up_docker.sh started (by its pid file; no other one), and with --purge its images too.
+set -euo pipefail
+
+state=${INFERBUS_DOCKER_STATE:-/var/tmp/inferbus-docker}
+pidfile=$state/dockerd.pid
+
+say() { printf 'down_docker: %s\n' "$*" >&2; }
+
+if [[ -s $pidfile ]] && pid=$(<"$pidfile") && [[ $(ps -o comm= -p "$pid") == dockerd ]]; then
+    mapfile -t running < <(docker ps --quiet)
+    ((${#running[@]})) && docker stop --time 60 "${running[@]}" >/dev/null
+    kill "$pid"
+    for ((tries = 0; tries < 120; tries++)); do
+        kill -0 "$pid" 2>/dev/null || break
+        sleep 0.5
+    done
+    if kill -0 "$pid" 2>/dev/null; then
+        say "dockerd ($pid) did not stop within a minute"
+        exit 1
+    fi
+    say "dockerd ended"
+else
+    say "no daemon of ours is running"
+fi
+
+if [[ ${1:-} == --purge ]]; then
+    rm -rf "$state"
+    say "removed $state"
+fi
