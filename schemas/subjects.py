@@ -106,6 +106,10 @@ class Subjects(msgspec.Struct, frozen=True):
         """A live request."""
         return f"{self.prefix}.request.{escape(model)}.{_kind(kind)}"
 
+    def requests_of(self, model: str) -> str:
+        """Filter: all live requests of one model."""
+        return f"{self.prefix}.request.{escape(model)}.*"
+
     def job(self, model: str, job_class: JobClass, owner: str, kind: Kind) -> str:
         """A durable job."""
         return f"{self.prefix}.jobs.{escape(model)}.{_class(job_class)}.{_owner(owner)}.{_kind(kind)}"

@@ -67,8 +67,7 @@ class Attempts:
         broker: Where replies go.
         generate: What the role does.
         worker: This worker's id.
-        probe: Reply subject for finding out that nobody listens; see `Reply`.
-        probe_every: See `Reply`.
+        probe_every: See `Reply`; `probe` is set once there is such a subject.
         now: Wall clock, aware.
     """
 
@@ -78,7 +77,6 @@ class Attempts:
         generate: Generate,
         *,
         worker: str,
-        probe: str = "",
         probe_every: int = 16,
         now: Callable[[], dt.datetime] = lambda: dt.datetime.now(dt.UTC),
     ) -> None:
@@ -86,7 +84,7 @@ class Attempts:
         self._broker = broker
         self._generate = generate
         self._worker = worker
-        self._probe = probe
+        self.probe = ""
         self._probe_every = probe_every
         self._now = now
         self._listeners: dict[str, Scope] = {}
@@ -122,7 +120,7 @@ class Attempts:
         return Outcome(job=job, reply=reply, served=served, body=body, error=error, streamed=streamed)
 
     def _reply(self, job: Job, served: Served) -> Reply:
-        probe = "" if job.durable else self._probe
+        probe = "" if job.durable else self.probe
         return Reply(self._broker, job, served, probe=probe, probe_every=self._probe_every)
 
     def _seconds_left(self, job: Job) -> float | None:

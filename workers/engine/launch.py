@@ -1,0 +1,31 @@
+"""Starts the engine that a worker was told to run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from schemas.fleet import Role
+from workers.config import WorkerSettings
+from workers.engine.interface import Engine
+
+
+async def launch(role: Role, settings: WorkerSettings, argv: Sequence[str], scripted: Path | None) -> Engine:
+    """The engine, ready.
+
+    Args:
+        role: Of the worker.
+        settings: Model name, bootstrap address, prefill timeout.
+        argv: SGLang's own flags.
+        scripted: A script to replay instead; no SGLang is loaded then.
+
+    Raises:
+        InferbusError: It cannot be started; the message says why in one line.
+    """
+    if scripted is not None:
+        from workers.engine.scripted import ScriptedEngine
+
+        return ScriptedEngine.load(scripted, role=role, model=settings.model)
+    from workers.engine.sglang import SGLangEngine
+
+    return SGLangEngine.launch(argv, role=role, settings=settings)

@@ -1,0 +1,147 @@
+"""The decode program, and `both`: takes requests and jobs, and answers them.
+
+It owns a job from end to end. Beside prefill workers it is the one that picks
+one of them, draws the room and starts both legs; as `both` it runs prompt and
+answer on its own engine, and nothing else differs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+import structlog
+
+from schemas.errors import Draining, InferbusError
+from workers.bus.connection import Bus
+from workers.bus.message import Callback, Message
+from workers.bus.pull import JobQueue
+from workers.bus.registry import Registry
+from workers.config import WorkerSettings
+from workers.engine.interface import Engine
+from workers.jobs.attempt import Attempts
+from workers.jobs.cancel import Cancels
+from workers.jobs.delivery import Deliveries
+from workers.jobs.job import Envelope
+from workers.jobs.reply import Reply, Served, error_body
+from workers.jobs.retry import RetryPolicy
+from workers.pairing.handoff import Handoffs
+from workers.pairing.legs import Alone, Paired, RunLeg
+from workers.pairing.picker import Picker
+from workers.roles.answering import Answering
+from workers.roles.intake import JobIntake, LiveIntake, Subscription, Tasks
+from workers.roles.program import finished_within
+from workers.roles.slots import Slots
+from workers.roles.wire import BusWire
+
+log = structlog.get_logger()
+
+ACCEPT_TIMEOUT: Final = 5.0
+"""Seconds within which a prefill worker must say that it takes a hand-off."""
+
+QUEUE_GROUP: Final = "workers"
+
+
+class Decode:
+    """Answers the requests and jobs of one model.
+
+    Args:
+        bus: Connected.
+        engine: Of the role decode or both.
+        registry: Knows the prefill workers; None for `both`.
+        queue: Where durable jobs are pulled from.
+        settings: Of this worker.
+        slots: Bound what it takes.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        engine: Engine,
+        registry: Registry | None,
+        queue: JobQueue,
+        *,
+        settings: WorkerSettings,
+        slots: Slots,
+    ) -> None:
+        self._bus = bus
+        self._engine = engine
+        self._settings = settings
+        self._served = Served(worker=settings.worker)
+        self._tasks = Tasks()
+        self._running: list[asyncio.Task[None]] = []
+        self._attempts = Attempts(
+            bus,
+            Answering(engine, self._legs(registry)),
+            worker=settings.worker,
+            probe_every=settings.client_gone_every,
+        )
+        self._cancels = Cancels(bus, self._attempts.scopes, bus.subjects)
+        deliveries = Deliveries(
+            bus,
+            self._attempts,
+            self._cancels,
+            subjects=bus.subjects,
+            policy=RetryPolicy(attempts=settings.max_deliver),
+            replies=settings.reply_prefixes,
+            worker=settings.worker,
+        )
+        self._live = LiveIntake(
+            self._join,
+            self._attempts,
+            self._tasks,
+            slots,
+            subjects=bus.subjects,
+            replies=settings.reply_prefixes,
+            refuse=self._refuse,
+        )
+        self._jobs = JobIntake(queue, deliveries, self._tasks, slots)
+
+    def slots_changed(self) -> None:
+        """To be called whenever a slot was taken or freed."""
+        self._live.slots_changed()
+
+    async def start(self) -> None:
+        """Begins to take requests."""
+        self._attempts.probe = self._bus.probe_inbox(self._attempts.gone).subject
+        await self._bus.subscribe(self._bus.subjects.all("cancel"), self._cancel_arrived)
+        self._running = [asyncio.create_task(self._live.run()), asyncio.create_task(self._jobs.run())]
+
+    async def drain(self, *, grace: float, hurry: asyncio.Event) -> None:
+        """Takes nothing more, lets what runs finish within `grace` seconds, hands back the rest."""
+        self._live.drain()
+        await self._jobs.drain()
+        await asyncio.gather(*self._running)
+        if not await finished_within(self._tasks.settled(), grace=grace, hurry=hurry):
+            left = self._attempts.scopes.end_all(Draining("this worker is shutting down"))
+            log.warning("drain.handing_back", running=left)
+            await self._tasks.settled()
+
+    def _legs(self, registry: Registry | None) -> RunLeg:
+        signature = self._engine.info.signature
+        if registry is None:
+            return Alone(self._engine)
+        if signature is None:
+            raise ValueError("a decode engine needs a signature")
+        handoffs = Handoffs(
+            BusWire(self._bus),
+            worker=self._settings.worker,
+            signature=signature,
+            accept_timeout=ACCEPT_TIMEOUT,
+            timeout=self._settings.prefill_timeout,
+        )
+        return Paired(self._engine, Picker(signature, registry.workers), handoffs)
+
+    async def _join(self, callback: Callback) -> Subscription:
+        """All kinds: a kind that this model cannot serve deserves a better answer than silence."""
+        subject = self._bus.subjects.requests_of(self._engine.info.model)
+        return await self._bus.subscribe(subject, callback, queue=QUEUE_GROUP)
+
+    def _cancel_arrived(self, message: Message) -> None:
+        self._tasks.start(self._cancels.arrived(message.subject))
+
+    def _refuse(self, envelope: Envelope, error: InferbusError) -> None:
+        reply = Reply(self._bus, envelope.job, self._served)
+        reply.whole(error_body(envelope.job, error))
+        reply.end("error")
+

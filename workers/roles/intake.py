@@ -1,0 +1,217 @@
+"""How requests come in: live ones from a queue group, durable ones by pulling; never beyond the slots."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import Any, Protocol
+
+import structlog
+
+from schemas.errors import CallerError, Draining, InferbusError, Overloaded
+from schemas.subjects import Subjects
+from workers.bus.interface import Delivery, Stored
+from workers.bus.message import Callback, Message
+from workers.jobs.attempt import Attempts, facts
+from workers.jobs.delivery import Deliveries
+from workers.jobs.job import Envelope, live
+from workers.jobs.scope import Scope
+from workers.roles.slots import Slots
+
+log = structlog.get_logger()
+
+
+class Tasks:
+    """The tasks of running requests: kept, so that none is lost, and waited for."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs a request."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    async def settled(self) -> None:
+        """Waits until none is left."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (problem := task.exception()) is not None:
+            log.error("request.defect", exc_info=problem)
+
+
+class Subscription(Protocol):
+    """A subscription that can be ended."""
+
+    async def unsubscribe(self) -> None:
+        """Ends it."""
+        ...
+
+
+class LiveIntake:
+    """Takes live requests while there are free slots.
+
+    A worker that is full leaves the queue group: others get its share, and where all are full the caller
+    gets "no responders" at once instead of waiting for a timeout. A request that was under way already is
+    refused.
+
+    Args:
+        subscribe: Joins the queue group with a callback.
+        attempts: Runs what was taken.
+        tasks: Keeps it.
+        slots: Bound what is taken.
+        subjects: Of this bus.
+        replies: Prefixes of reply subjects that callers may name.
+        refuse: Sends an error on a reply subject: job's envelope and error.
+        now: Wall clock, aware.
+    """
+
+    def __init__(
+        self,
+        subscribe: Callable[[Callback], Awaitable[Subscription]],
+        attempts: Attempts,
+        tasks: Tasks,
+        slots: Slots,
+        *,
+        subjects: Subjects,
+        replies: tuple[str, ...],
+        refuse: Callable[[Envelope, InferbusError], None],
+        now: Callable[[], dt.datetime] = lambda: dt.datetime.now(dt.UTC),
+    ) -> None:
+        self._subscribe = subscribe
+        self._attempts = attempts
+        self._tasks = tasks
+        self._slots = slots
+        self._subjects = subjects
+        self._replies = replies
+        self._refuse = refuse
+        self._now = now
+        self._changed = asyncio.Event()
+        self._draining = False
+
+    def slots_changed(self) -> None:
+        """To be called whenever a slot was taken or freed."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Joins and leaves the queue group as slots come and go, until `drain`."""
+        joined: Subscription | None = None
+        while not self._draining:
+            self._changed.clear()
+            if joined is None and not self._slots.full:
+                joined = await self._subscribe(self._received)
+            elif joined is not None and self._slots.full:
+                await joined.unsubscribe()
+                joined = None
+            await self._changed.wait()
+        if joined is not None:
+            await joined.unsubscribe()
+
+    def drain(self) -> None:
+        """Takes nothing more; `run` returns."""
+        self._draining = True
+        self._changed.set()
+
+    def _received(self, message: Message) -> None:
+        stored = Stored(
+            subject=message.subject,
+            data=message.data,
+            headers=message.headers,
+            sequence=0,
+            time=self._now(),
+        )
+        try:
+            envelope = live(
+                stored,
+                reply=message.reply,
+                fallback_id=uuid.uuid4().hex,
+                subjects=self._subjects,
+                replies=self._replies,
+            )
+        except CallerError as error:
+            log.warning("request.unanswerable", subject=message.subject, code=error.code)
+            return
+        if self._draining:
+            self._refuse(envelope, Draining("this worker is shutting down"))
+        elif not self._slots.take_live():
+            self._refuse(envelope, Overloaded("all slots of this worker are busy"))
+        else:
+            self._tasks.start(self._serve(envelope))
+
+    async def _serve(self, envelope: Envelope) -> None:
+        scope = Scope(envelope.job.key, submission=None, arrived=envelope.job.arrived)
+        forget = self._attempts.scopes.add(scope)
+        try:
+            outcome = await self._attempts.run(envelope, scope)
+            outcome.answer()
+            code = outcome.error and outcome.error.code
+            log.info("request.finished", status=outcome.status, code=code, **facts(outcome.job))
+        finally:
+            forget()
+            self._slots.free()
+
+
+class Queue(Protocol):
+    """Where durable jobs are pulled from."""
+
+    async def take(self) -> Delivery:
+        """Waits for the next job."""
+        ...
+
+    async def stop(self) -> None:
+        """Pulls nothing more, and hands back what was pulled and not taken."""
+        ...
+
+
+class JobIntake:
+    """Pulls durable jobs, one for every free slot.
+
+    Args:
+        queue: Where from.
+        deliveries: Sees a job through.
+        tasks: Keeps it.
+        slots: Bound what is pulled.
+    """
+
+    def __init__(self, queue: Queue, deliveries: Deliveries, tasks: Tasks, slots: Slots) -> None:
+        self._queue = queue
+        self._deliveries = deliveries
+        self._tasks = tasks
+        self._slots = slots
+        self._pulling: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Pulls until `drain`."""
+        self._pulling = asyncio.current_task()
+        with suppress(asyncio.CancelledError):
+            while True:
+                await self._slots.take_job()
+                try:
+                    delivery = await self._queue.take()
+                except BaseException:
+                    self._slots.free()
+                    raise
+                self._tasks.start(self._serve(delivery))
+
+    async def drain(self) -> None:
+        """Takes nothing more; hands back what has not started."""
+        if self._pulling is not None:
+            self._pulling.cancel()
+        await self._queue.stop()
+
+    async def _serve(self, delivery: Delivery) -> None:
+        try:
+            await self._deliveries.handle(delivery)
+        finally:
+            self._slots.free()
+

@@ -1,0 +1,42 @@
+"""Hand-offs over NATS: requests to one worker's own subject, answers to an inbox."""
+
+from __future__ import annotations
+
+import asyncio
+
+from schemas.fleet import WorkerInfo
+from workers.bus.connection import Bus
+from workers.bus.inbox import Inbox
+from workers.bus.message import NO_RESPONDERS, Message
+
+
+class BusWire:
+    """`workers.pairing.handoff.Wire` over a bus."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._inboxes: dict[str, Inbox] = {}
+
+    def ask(self, worker: WorkerInfo, body: bytes, answers: asyncio.Queue[bytes | None]) -> str:
+        """Sends a hand-off."""
+
+        def answered(message: Message) -> None:
+            answers.put_nowait(None if message.status == NO_RESPONDERS else message.data)
+
+        inbox = self._bus.inbox(answered)
+        self._inboxes[inbox.subject] = inbox
+        self._bus.send(self._subject(worker), body, reply=inbox.subject)
+        return inbox.subject
+
+    def tell(self, worker: WorkerInfo, body: bytes) -> None:
+        """Sends a message that has no answer."""
+        self._bus.send(self._subject(worker), body)
+
+    def forget(self, ticket: str) -> None:
+        """Closes the inbox."""
+        inbox = self._inboxes.pop(ticket, None)
+        if inbox is not None:
+            inbox.close()
+
+    def _subject(self, worker: WorkerInfo) -> str:
+        return self._bus.subjects.prefill(worker.model, worker.worker)

@@ -1,0 +1,221 @@
+"""One worker process from start to exit, whatever its role.
+
+    reach NATS, make the streams   nothing answers, or not allowed    exit 3
+    start the engine               it cannot                          announce why, exit 1
+    announce, take work            NATS gone for good                 exit 3
+                                   engine does not answer any more    exit 1
+    SIGTERM or SIGINT              drain within the grace period, a second signal hurries; exit 0
+
+SGLang ends this whole process when one of its own processes dies; jobs then
+come back by redelivery.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from schemas.errors import BusUnavailable, InferbusError
+from schemas.fleet import Load, Role, State, WorkerInfo
+from workers.bus.connection import Bus
+from workers.bus.pull import JobQueue
+from workers.bus.registry import Registry
+from workers.bus.streams import job_queue, provision
+from workers.config import Settings
+from workers.engine.interface import Engine
+from workers.engine.launch import launch
+from workers.observe import logs
+from workers.roles.decode import Decode
+from workers.roles.prefill import Prefill
+from workers.roles.program import Program
+from workers.roles.slots import Slots
+
+log = structlog.get_logger()
+
+EXIT_OK: Final = 0
+EXIT_ENGINE: Final = 1
+EXIT_NATS: Final = 3
+
+HEALTH_INTERVAL: Final = 5.0
+HEALTH_MISSES: Final = 3
+
+
+def run(
+    role: Role, settings: Settings, engine_argv: Sequence[str] = (), *, scripted: Path | None = None
+) -> int:
+    """Runs a worker until it is told to stop, or cannot go on; returns the process's exit code.
+
+    Args:
+        role: prefill, decode or both.
+        settings: Resolved.
+        engine_argv: SGLang's own flags.
+        scripted: A script to replay instead of running SGLang.
+    """
+    logs.configure(worker=settings.worker.worker, role=role)
+    return asyncio.run(_Worker(role, settings, engine_argv, scripted).main())
+
+
+class _Worker:
+    def __init__(
+        self, role: Role, settings: Settings, engine_argv: Sequence[str], scripted: Path | None
+    ) -> None:
+        self._role = role
+        self._settings = settings
+        self._engine_argv = engine_argv
+        self._scripted = scripted
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._started = time.time()
+
+    async def main(self) -> int:
+        try:
+            async with self._connected() as bus:
+                await provision(bus, self._settings.streams)
+        except BusUnavailable as error:
+            log.error("worker.failed", reason=error.message)
+            return EXIT_NATS
+        # The engine takes the event loop for itself while it loads, too long for a connection to be kept.
+        try:
+            engine = await launch(self._role, self._settings.worker, self._engine_argv, self._scripted)
+        except InferbusError as error:
+            log.exception("worker.failed", reason=error.message)
+            await self._announce_failure(error.message)
+            return EXIT_ENGINE
+        try:
+            async with self._connected() as bus:
+                return await self._serve(bus, engine)
+        except BusUnavailable as error:
+            log.error("worker.failed", reason=error.message)
+            return EXIT_NATS
+        finally:
+            await engine.close()
+
+    @contextlib.asynccontextmanager
+    async def _connected(self) -> AsyncIterator[Bus]:
+        name = f"inferbus {self._role} {self._settings.worker.worker}"
+        bus = await Bus.connect(self._settings.bus, name=name)
+        try:
+            yield bus
+        finally:
+            await bus.close()
+
+    async def _serve(self, bus: Bus, engine: Engine) -> int:
+        settings, info = self._settings.worker, engine.info
+        slots = Slots(settings.slots or info.capacity.max_running, live_share=settings.live_share)
+        described = self._info("ready", engine, slots)
+        async with Registry(bus, described, settings=settings, load=lambda: self._load(engine, slots)) as registry:
+            program = await self._program(bus, engine, registry, slots)
+            slots.changed = program.slots_changed
+            self._catch_signals()
+            await program.start()
+            await registry.announce("ready")
+            log.info("worker.ready", model=info.model, slots=slots.total, engine=info.name)
+            code = await self._until_stopped(bus, engine)
+            if code == EXIT_OK:
+                await registry.announce("draining")
+                log.info("worker.draining", busy=slots.busy)
+                await program.drain(grace=settings.grace, hurry=self._hurry)
+                await bus.flush()
+        log.info("worker.stopped", code=code)
+        return code
+
+    async def _program(self, bus: Bus, engine: Engine, registry: Registry, slots: Slots) -> Program:
+        settings = self._settings.worker
+        if self._role == "prefill":
+            return Prefill(bus, engine, slots, worker=settings.worker, replies=settings.reply_prefixes)
+        queue: JobQueue = await job_queue(bus, engine.info.model, settings)
+        fleet = registry if self._role == "decode" else None
+        return Decode(bus, engine, fleet, queue, settings=settings, slots=slots)
+
+    async def _until_stopped(self, bus: Bus, engine: Engine) -> int:
+        """Waits for a signal, the end of the connection, or an engine that answers no more."""
+        ends = {
+            asyncio.create_task(self._stop.wait()): EXIT_OK,
+            asyncio.ensure_future(bus.closed.wait()): EXIT_NATS,
+            asyncio.create_task(self._engine_lost(engine)): EXIT_ENGINE,
+        }
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return min(ends[end] for end in done)
+        finally:
+            for end in ends:
+                end.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
+
+    async def _engine_lost(self, engine: Engine) -> None:
+        misses = 0
+        while misses < HEALTH_MISSES:
+            await asyncio.sleep(HEALTH_INTERVAL)
+            misses = 0 if await engine.healthy() else misses + 1
+        log.error("engine.lost")
+
+    def _catch_signals(self) -> None:
+        """After the engine is up: SGLang takes SIGTERM for itself while it starts."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._told_to_stop)
+
+    def _told_to_stop(self) -> None:
+        if self._stop.is_set():
+            self._hurry.set()
+        self._stop.set()
+
+    def _info(self, state: State, engine: Engine, slots: Slots) -> WorkerInfo:
+        info = engine.info
+        return WorkerInfo(
+            worker=self._settings.worker.worker,
+            role=self._role,
+            state=state,
+            model=info.model,
+            kinds=[] if self._role == "prefill" else list(info.kinds),
+            tokenizer=info.tokenizer,
+            engine=info.name,
+            version=version("inferbus"),
+            host=socket.gethostname(),
+            started=self._started,
+            load=Load(slots=slots.total),
+            capacity=info.capacity,
+            signature=info.signature,
+            bootstrap=info.bootstrap,
+        )
+
+    async def _load(self, engine: Engine, slots: Slots) -> Load:
+        load = await engine.load()
+        return Load(
+            slots=slots.total,
+            busy=slots.busy,
+            running=load.running,
+            waiting=load.waiting,
+            kv_used=load.kv_used,
+        )
+
+    async def _announce_failure(self, reason: str) -> None:
+        """Leaves word in the registry, for whoever wonders where this worker is."""
+        info = WorkerInfo(
+            worker=self._settings.worker.worker,
+            role=self._role,
+            state="failed",
+            model=self._settings.worker.model or "unknown",
+            kinds=[],
+            tokenizer=False,
+            engine="",
+            version=version("inferbus"),
+            host=socket.gethostname(),
+            started=self._started,
+            load=Load(slots=0),
+            reason=reason,
+        )
+        with contextlib.suppress(BusUnavailable):
+            async with self._connected() as bus:
+                await Registry.leave_word(bus, info)
+
+
