@@ -57,7 +57,9 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True):
     """A group of settings that can be printed: secrets are hidden, also those inside URLs."""
 
     def __repr__(self) -> str:
-        shown = (f"{name}={_shown(type(self), name, getattr(self, name))!r}" for name in self.__struct_fields__)
+        shown = (
+            f"{name}={_shown(type(self), name, getattr(self, name))!r}" for name in self.__struct_fields__
+        )
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -97,7 +99,10 @@ class BusSettings(_Section, frozen=True, kw_only=True):
         for url in self.urls:
             parts = urlsplit(url if "://" in url else f"nats://{url}")
             if parts.scheme not in _SCHEMES or not parts.hostname:
-                yield "urls", f"must be nats://, tls://, ws:// or wss:// and a host, not {hide_userinfo(url)!r}"
+                yield (
+                    "urls",
+                    f"must be nats://, tls://, ws:// or wss:// and a host, not {hide_userinfo(url)!r}",
+                )
         ways = [name for name in ("creds", "nkey", "user", "token") if getattr(self, name) is not None]
         if len(ways) > 1:
             yield ways[1], f"cannot be combined with {ways[0]}: one way to log in only"
@@ -137,12 +142,10 @@ class WorkerSettings(_Section, frozen=True, kw_only=True):
         float, Meta(description="Seconds without a sign of life after which a job is delivered again.", ge=1)
     ] = 30.0
     max_deliver: Annotated[int, Meta(description="Attempts for one job.", ge=1, le=1000)] = 5
-    grace: Annotated[
-        float, Meta(description="Seconds for running jobs to finish after SIGTERM.", ge=0)
-    ] = 60.0
-    prefill_timeout: Annotated[
-        float, Meta(description="Seconds that the prefill leg may take.", gt=0)
-    ] = 20.0
+    grace: Annotated[float, Meta(description="Seconds for running jobs to finish after SIGTERM.", ge=0)] = (
+        60.0
+    )
+    prefill_timeout: Annotated[float, Meta(description="Seconds that the prefill leg may take.", gt=0)] = 20.0
     bootstrap_host: Annotated[
         str | None, Meta(description="Address of this host as decode workers reach it; default: found out.")
     ] = None
@@ -154,7 +157,10 @@ class WorkerSettings(_Section, frozen=True, kw_only=True):
     ] = 2.0
     reply_prefixes: Annotated[
         tuple[str, ...],
-        Meta(description="Where answers may go; a subject prefix ending in a dot.", extra={"name": "reply-prefix"}),
+        Meta(
+            description="Where answers may go; a subject prefix ending in a dot.",
+            extra={"name": "reply-prefix"},
+        ),
     ] = ("_INBOX.",)
     deadline: Annotated[
         float | None, Meta(description="Deadline of requests that name none, seconds from arrival.", gt=0)
@@ -195,7 +201,9 @@ class StreamSettings(_Section, frozen=True, kw_only=True):
     jobs_max_bytes: Annotated[
         int, Meta(description="Largest queue of jobs; beyond it submitters are refused.", ge=MIB)
     ] = 1024 * MIB
-    jobs_max_age: Annotated[float, Meta(description="Seconds after which a queued job is dropped.", ge=0)] = 0.0
+    jobs_max_age: Annotated[float, Meta(description="Seconds after which a queued job is dropped.", ge=0)] = (
+        0.0
+    )
     stream_max_bytes: Annotated[
         int, Meta(description="Memory for the chunks of durable jobs; the oldest make room.", ge=MIB)
     ] = 256 * MIB
@@ -318,7 +326,9 @@ def _read(file: Path | None, problems: list[str]) -> dict[str, Any]:
     known = {option.key for option in options()}
     for table, values in tables.items():
         if table not in _TABLES.values() or not isinstance(values, dict):
-            problems.append(f"{table} (file {file}): no such section; there are {', '.join(_TABLES.values())}")
+            problems.append(
+                f"{table} (file {file}): no such section; there are {', '.join(_TABLES.values())}"
+            )
             continue
         problems.extend(
             f"{table}.{key} (file {file}): no such setting" for key in values if f"{table}.{key}" not in known

@@ -1,0 +1,61 @@
+"""One wildcard subscription for all answers: the last token of the subject says whose it is.
+
+Cheaper than a subscription per request, and there before the first one is
+needed, so that no answer comes before its inbox.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+
+from workers.bus.message import Callback, Message
+
+
+class Inbox:
+    """A place for answers; `subject` is what to put into a message's reply field."""
+
+    def __init__(self, inboxes: Inboxes, token: str) -> None:
+        self._inboxes = inboxes
+        self._token = token
+        self.subject = f"{inboxes.base}.{token}"
+
+    def close(self) -> None:
+        """Later answers are dropped."""
+        self._inboxes.forget(self._token)
+
+
+class Inboxes:
+    """Hands messages under one subject to whoever opened their token."""
+
+    def __init__(self, prefix: str) -> None:
+        self.base = f"{prefix}.{secrets.token_hex(11)}"
+        self._numbers = itertools.count(1)
+        self._callbacks: dict[str, Callback] = {}
+        self.late = 0
+
+    @property
+    def filter(self) -> str:
+        """What to subscribe to."""
+        return f"{self.base}.*"
+
+    def __len__(self) -> int:
+        return len(self._callbacks)
+
+    def open(self, callback: Callback) -> Inbox:
+        """A new inbox; `callback` gets its messages until it is closed."""
+        token = f"{next(self._numbers):x}"
+        self._callbacks[token] = callback
+        return Inbox(self, token)
+
+    def forget(self, token: str) -> None:
+        """Closes an inbox; harmless when it is closed."""
+        self._callbacks.pop(token, None)
+
+    def dispatch(self, message: Message) -> None:
+        """Gives a message to its inbox; counts those that come too late."""
+        callback = self._callbacks.get(message.subject[len(self.base) + 1 :])
+        if callback is None:
+            self.late += 1
+        else:
+            callback(message)
