@@ -1,0 +1,9 @@
+"""An engine that replays a script: tokens, bytes, delays, failures, crashes. For tests and load tests."""
+
+from __future__ import annotations
+
+from workers.engine.scripted.engine import ScriptedEngine
+from workers.engine.scripted.script import Fault, Rule, Script, load
+from workers.engine.scripted.text import ByteTokenizer
+
+__all__ = ["ByteTokenizer", "Fault", "Rule", "Script", "ScriptedEngine", "load"]

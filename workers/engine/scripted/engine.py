@@ -1,0 +1,227 @@
+"""The scripted engine itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+
+from schemas.errors import BY_CODE, Cancelled, EngineFailed, InferbusError
+from schemas.fleet import Capacity, Role, Signature
+from schemas.requests import AnyRequest
+from schemas.subjects import Kind
+from workers.engine.interface import Delta, EngineInfo, EngineLoad, Leg
+from workers.engine.scripted.play import play, prefilled
+from workers.engine.scripted.prompt import ScriptedPrompt, prepare
+from workers.engine.scripted.script import Fault, Rule, Script
+from workers.engine.scripted.text import ByteTokenizer
+
+
+class _Running:
+    """A leg under way, and the means to end it."""
+
+    def __init__(self) -> None:
+        self._ended = asyncio.Event()
+        self.problem: InferbusError | None = None
+
+    def end(self, problem: InferbusError) -> None:
+        """Ends it with an error, at its next step."""
+        if self.problem is None:
+            self.problem = problem
+        self._ended.set()
+
+    async def pause(self, seconds: float | None = None) -> None:
+        """Waits, for ever where no time is given.
+
+        Raises:
+            InferbusError: It was ended meanwhile.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                await self._ended.wait()
+        except TimeoutError:
+            return
+        if self.problem is not None:
+            raise self.problem
+
+
+class ScriptedEngine:
+    """`workers.engine.interface.Engine` that replays a script.
+
+    Of the sampling parameters, `max_new_tokens`, `stop_token_ids` and `ignore_eos` mean what they mean to
+    a model; the others that a script cannot follow are refused where they would change what a caller sees
+    (stop strings, grammars) and have no effect otherwise (temperature).
+
+    Args:
+        script: What it does.
+        role: prefill, decode or both. The first two insist on a rendezvous, but nothing is transferred:
+            a prefill leg is done after its delay.
+        model: The served model name.
+        now: Wall clock, of the answers' `created`.
+        identity: Of the answers' `id`.
+    """
+
+    def __init__(
+        self,
+        script: Script | None = None,
+        *,
+        role: Role = "both",
+        model: str = "scripted",
+        now: Callable[[], float] = time.time,
+        identity: Callable[[], str] = lambda: uuid.uuid4().hex,
+    ) -> None:
+        self._script = script or Script()
+        self._role = role
+        self._tokenizer = ByteTokenizer(self._script.words)
+        self._info = _info(self._script, role, model)
+        self._now = now
+        self._identity = identity
+        self._running: dict[str, _Running] = {}
+        self._struck: Counter[int] = Counter()
+        self._closed = False
+        self.sound = True
+        """What `healthy` says, until the engine is closed; for tests to set."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Fixed."""
+        return self._info
+
+    @property
+    def running(self) -> int:
+        """Legs under way; 0 once every generator is exhausted or closed."""
+        return len(self._running)
+
+    async def prepare(self, request: AnyRequest) -> ScriptedPrompt:
+        """Checks, renders and tokenises.
+
+        Raises:
+            CallerError: The request cannot be served.
+        """
+        checked = prepare(request, self._info, self._tokenizer)
+        return ScriptedPrompt(request, checked, self._info.model, created=self._now, identity=self._identity)
+
+    async def generate(self, leg: Leg) -> AsyncGenerator[Delta, None]:
+        """Plays the first rule that fits the leg.
+
+        Raises:
+            Cancelled: `abort` was called.
+            EngineFailed: The engine is closed, the request id is running already, or a rendezvous is missing.
+            InferbusError: As scripted.
+        """
+        if self._closed:
+            raise EngineFailed("the engine is closed")
+        if leg.rid in self._running:
+            raise EngineFailed("this request id is running already")
+        if self._role != "both" and leg.rendezvous is None:
+            raise EngineFailed(f"a leg of the role {self._role} needs a rendezvous")
+        self._running[leg.rid] = running = _Running()
+        try:
+            rule = self._script.rule(leg)
+            fault = self._due(rule)
+            if rule.first_delay:
+                await running.pause(rule.first_delay)
+            if fault is not None and (fault.at == 0 or self._role == "prefill"):
+                await _strike(fault, running)
+            if self._role == "prefill":
+                yield prefilled(leg, rule)
+                return
+            deltas = play(leg, rule, self._info, self._tokenizer, stops_at=fault.at if fault else None)
+            burst, delay, done = self._script.burst, rule.delay, 0
+            for step, delta in enumerate(deltas, 1):
+                if running.problem is not None:
+                    raise running.problem
+                yield delta
+                if delta.finish is not None:
+                    return
+                if fault is not None:
+                    done += len(delta.token_ids)
+                    if done == fault.at:
+                        await _strike(fault, running)
+                if delay:
+                    await running.pause(delay)
+                elif step % burst == 0:
+                    await asyncio.sleep(0)
+        finally:
+            del self._running[leg.rid]
+
+    def abort(self, rid: str) -> None:
+        """Ends a leg."""
+        if (running := self._running.get(rid)) is not None:
+            running.end(Cancelled("the request was aborted"))
+
+    async def load(self) -> EngineLoad:
+        """How busy it is."""
+        return EngineLoad(running=len(self._running))
+
+    async def healthy(self) -> bool:
+        """Whether it works."""
+        return self.sound and not self._closed
+
+    async def close(self) -> None:
+        """Ends every leg, as the death of a real engine does."""
+        self._closed = True
+        for running in self._running.values():
+            running.end(EngineFailed("the engine was closed"))
+
+    def _due(self, rule: Rule) -> Fault | None:
+        """The rule's fault, if it is to happen once more."""
+        fault = rule.fault
+        if fault is None or (fault.times is not None and self._struck[id(rule)] >= fault.times):
+            return None
+        self._struck[id(rule)] += 1
+        return fault
+
+
+async def _strike(fault: Fault, running: _Running) -> None:
+    if fault.once is not None:
+        try:
+            os.close(os.open(fault.once, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return
+    match fault.do:
+        case "fail":
+            raise BY_CODE[fault.code](f"failed as scripted after {fault.at} tokens")
+        case "hang":
+            await running.pause()
+        case "crash":
+            os.abort()
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _info(script: Script, role: Role, model: str) -> EngineInfo:
+    signature = Signature(
+        model=model,
+        dtype="scripted",
+        kv_dtype="scripted",
+        page_size=script.page_size,
+        layers=0,
+        kv_heads=0,
+        head_dim=0,
+        tp=1,
+        dp=1,
+        pp=1,
+        backend="scripted",
+    )
+    kinds: tuple[Kind, ...] = ("tokens", "chat", "completions") if script.tokenizer else ("tokens",)
+    return EngineInfo(
+        name="scripted",
+        model=model,
+        kinds=() if role == "prefill" else kinds,
+        tokenizer=script.tokenizer,
+        capacity=Capacity(
+            context_length=script.context_length,
+            kv_tokens=script.kv_tokens,
+            page_size=script.page_size,
+            max_running=script.max_running,
+            max_prefill_tokens=script.max_prefill_tokens,
+            vocabulary=script.vocabulary,
+        ),
+        signature=None if role == "both" else signature,
+        bootstrap=script.bootstrap if role == "prefill" else None,
+    )

@@ -1,0 +1,148 @@
+"""The way into a scripted engine: a request checked, rendered and tokenised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from schemas.errors import ContextLengthExceeded, InvalidRequest, NotSupported
+from schemas.requests import AnyRequest, ChatRequest, CompletionRequest, TokenRequest
+from workers.engine.interface import Answer, EngineInfo, Leg
+from workers.engine.scripted.answers import TextAnswer
+from workers.engine.scripted.script import USER
+from workers.engine.scripted.text import ByteTokenizer
+from workers.engine.tokens import TokensAnswer
+
+_OF_TEXT: Final = ("stop", "stop_regex", "json_schema", "regex", "ebnf", "structural_tag")
+
+
+class Checked(NamedTuple):
+    """A request's prompt, and what of it is echoed."""
+
+    token_ids: list[int]
+    echo: str
+
+
+class ScriptedPrompt:
+    """`workers.engine.interface.Prompt`."""
+
+    def __init__(
+        self,
+        request: AnyRequest,
+        checked: Checked,
+        model: str,
+        *,
+        created: Callable[[], float],
+        identity: Callable[[], str],
+    ) -> None:
+        self._request = request
+        self._token_ids, self._echo = checked
+        self._model = model
+        self._created = created
+        self._identity = identity
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt's tokens."""
+        return self._token_ids
+
+    @property
+    def choices(self) -> int:
+        """How many legs it takes."""
+        return self._request.sampling.choices
+
+    def leg(self, index: int, *, rid: str) -> Leg:
+        """The engine call of one choice."""
+        sampling = self._request.sampling.given()
+        sampling.pop("n", None)
+        if (seed := sampling.get("sampling_seed")) is not None:
+            sampling["sampling_seed"] = seed + index
+        options: dict[str, Any] = {}
+        if self._request.user is not None:
+            options[USER] = self._request.user
+        if isinstance(self._request, TokenRequest) and self._request.logprobs:
+            options |= {"return_logprob": True, "top_logprobs_num": self._request.top_logprobs or 0}
+        return Leg(rid=rid, index=index, token_ids=self._token_ids, sampling=sampling, options=options)
+
+    def answer(self) -> Answer:
+        """A fresh formatter."""
+        request = self._request
+        if isinstance(request, TokenRequest):
+            return TokensAnswer(
+                prompt_tokens=len(self._token_ids),
+                choices=self.choices,
+                logprobs=bool(request.logprobs),
+                top_logprobs=request.top_logprobs or 0,
+                warnings=request.warnings,
+            )
+        options = request.stream_options
+        return TextAnswer(
+            request.kind,
+            model=self._model,
+            identity=self._identity(),
+            created=int(self._created()),
+            prompt_tokens=len(self._token_ids),
+            choices=self.choices,
+            include_usage=bool(options and options.include_usage),
+            echo=self._echo,
+        )
+
+
+def prepare(request: AnyRequest, info: EngineInfo, tokenizer: ByteTokenizer) -> Checked:
+    """Checks, renders and tokenises a request.
+
+    Raises:
+        CallerError: It cannot be served.
+    """
+    if request.kind not in info.kinds:
+        raise NotSupported(f"this engine does not serve the kind {request.kind!r}")
+    _refuse_unsupported(request)
+    request.sampling.check_vocabulary(info.capacity.vocabulary)
+    echo = ""
+    if isinstance(request, ChatRequest):
+        token_ids = tokenizer.encode(_render(request))
+    elif isinstance(request, CompletionRequest):
+        prompt = request.prompt
+        token_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        echo = tokenizer.decode(token_ids) if request.echo else ""
+    else:
+        token_ids = request.token_ids
+    if max(token_ids) >= info.capacity.vocabulary or min(token_ids) < 0:
+        field = "prompt" if isinstance(request, CompletionRequest) else "token_ids"
+        raise InvalidRequest(
+            f"{field} holds a token id outside the vocabulary (0 to {info.capacity.vocabulary - 1})",
+            param=field,
+        )
+    wanted = len(token_ids) + (request.sampling.max_new_tokens or 1)
+    if wanted > info.capacity.context_length:
+        raise ContextLengthExceeded(
+            f"prompt and max_tokens come to {wanted} tokens, the context has {info.capacity.context_length}"
+        )
+    return Checked(token_ids, echo)
+
+
+def _refuse_unsupported(request: AnyRequest) -> None:
+    """A script cannot follow these, and they are never passed over in silence."""
+    given = [name for name in _OF_TEXT if getattr(request.sampling, name)]
+    if not isinstance(request, TokenRequest):
+        given += [name for name in ("tools", "response_format", "logprobs") if getattr(request, name, None)]
+    if given:
+        raise NotSupported(f"{given[0]} is not supported by a scripted engine", param=given[0])
+
+
+def _render(request: ChatRequest) -> str:
+    lines = [f"{message['role']}: {_content(i, message)}\n" for i, message in enumerate(request.messages)]
+    return "".join([*lines, "assistant: "])
+
+
+def _content(position: int, message: dict[str, Any]) -> str:
+    content = message.get("content")
+    if isinstance(content, list):
+        for part in content:
+            if part["type"] != "text":
+                raise NotSupported("only text is supported", param=f"messages[{position}].content")
+        content = "".join(part["text"] for part in content)
+    calls = message.get("tool_calls")
+    return (content or "") + (msgspec.json.encode(calls).decode() if calls else "")
