@@ -1,0 +1,116 @@
+"""A broker in memory: `workers.bus.interface` without a server, for tests of the delivery contract."""
+
+from __future__ import annotations
+
+import datetime as dt
+import fnmatch
+from collections.abc import Mapping
+
+from schemas.errors import BusUnavailable
+from schemas.headers import MSG_ID
+from workers.bus.interface import Stored
+
+EPOCH = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
+
+STREAMS = {
+    "INFER_JOBS": "infer.jobs.*",
+    "INFER_STREAM": "infer.stream.*",
+    "INFER_RESULTS": "infer.results.*",
+    "INFER_CANCEL": "infer.cancel.*",
+    "INFER_DEAD": "infer.dead.*",
+}
+
+
+class MemoryBroker:
+    """Streams as lists, and everything that was sent."""
+
+    max_payload = 1024 * 1024
+
+    def __init__(self) -> None:
+        self.sent: list[Stored] = []
+        self.streams: dict[str, list[Stored]] = {name: [] for name in STREAMS}
+        self.seconds = 0.0
+        self.away = False
+
+    def now(self) -> dt.datetime:
+        """The clock, which only `seconds` moves."""
+        return EPOCH + dt.timedelta(seconds=self.seconds)
+
+    def send(
+        self, subject: str, data: bytes, headers: Mapping[str, str] | None = None, *, reply: str = ""
+    ) -> None:
+        message = self._message(subject, data, headers, len(self.sent) + 1)
+        self.sent.append(message)
+        stream = self._stream(subject)
+        if stream is not None:
+            self.streams[stream].append(message)
+
+    async def ready(self) -> None:
+        return
+
+    async def flush(self) -> None:
+        self._check()
+
+    async def store(
+        self,
+        subject: str,
+        data: bytes,
+        headers: Mapping[str, str] | None = None,
+        *,
+        expect: int | None = None,
+    ) -> int | None:
+        self._check()
+        stream = self._stream(subject)
+        if stream is None:
+            raise BusUnavailable("no stream takes this subject")
+        messages = self.streams[stream]
+        named = (headers or {}).get(MSG_ID)
+        for message in messages:
+            if named and message.headers.get(MSG_ID) == named:
+                return message.sequence
+        newest = max((m.sequence for m in messages if m.subject == subject), default=0)
+        if expect is not None and newest != expect:
+            return None
+        sequence = len(messages) + 1
+        messages.append(self._message(subject, data, headers, sequence))
+        return sequence
+
+    async def last(self, stream: str, subject: str) -> Stored | None:
+        self._check()
+        found = [message for message in self.streams[stream] if message.subject == subject]
+        return found[-1] if found else None
+
+    async def read(self, stream: str, subject: str) -> list[Stored]:
+        self._check()
+        return [message for message in self.streams[stream] if message.subject == subject]
+
+    def _stream(self, subject: str) -> str | None:
+        return next((name for name, pattern in STREAMS.items() if fnmatch.fnmatch(subject, pattern)), None)
+
+    def _message(self, subject: str, data: bytes, headers: Mapping[str, str] | None, sequence: int) -> Stored:
+        return Stored(subject=subject, data=data, headers=dict(headers or {}), sequence=sequence, time=self.now())
+
+    def _check(self) -> None:
+        if self.away:
+            raise BusUnavailable("NATS is away")
+
+
+class MemoryDelivery:
+    """A delivery that notes how it ended."""
+
+    def __init__(self, message: Stored, attempt: int = 1) -> None:
+        self.message = message
+        self.attempt = attempt
+        self.ended: list[tuple[str, object]] = []
+
+    async def ack(self) -> None:
+        self.ended.append(("ack", None))
+
+    async def nak(self, delay: float) -> None:
+        self.ended.append(("nak", delay))
+
+    async def term(self, reason: str) -> None:
+        self.ended.append(("term", reason))
+
+    async def progress(self) -> None:
+        self.ended.append(("progress", None))

@@ -1,0 +1,327 @@
+"""The delivery contract, line by line, over a broker in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import pytest
+
+from schemas import headers
+from schemas.errors import Draining, EngineFailed, InvalidRequest, PrefillUnavailable
+from schemas.requests import AnyRequest
+from schemas.subjects import JobKey, Subjects
+from tests.support.memory import MemoryBroker, MemoryDelivery
+from workers.bus.interface import Stored
+from workers.jobs.attempt import Attempts
+from workers.jobs.cancel import Cancels
+from workers.jobs.delivery import Deliveries
+from workers.jobs.job import Job
+from workers.jobs.reply import Reply, Served
+from workers.jobs.retry import RetryPolicy
+
+SUBJECTS = Subjects()
+SUBJECT = SUBJECTS.job("m", "batch", "acme", "tokens")
+RESULT = SUBJECTS.result("acme", "j1")
+STREAM = SUBJECTS.stream("acme", "j1")
+BODY = b'{"token_ids":[1,2]}'
+
+Work = Callable[[Job, Reply, Served], Awaitable[bytes]]
+
+
+class Bench:
+    """One worker's delivery code, and what it did."""
+
+    def __init__(self, work: Work, *, attempts: int = 3) -> None:
+        self.broker = MemoryBroker()
+        self.runs = 0
+
+        async def generate(job: Job, request: AnyRequest, reply: Reply, served: Served) -> bytes:
+            self.runs += 1
+            return await work(job, reply, served)
+
+        self.attempts = Attempts(self.broker, generate, worker="w1", now=self.broker.now)
+        self.cancels = Cancels(self.broker, self.attempts.scopes, SUBJECTS)
+        self.deliveries = Deliveries(
+            self.broker,
+            self.attempts,
+            self.cancels,
+            subjects=SUBJECTS,
+            policy=RetryPolicy(attempts=attempts, jitter=0),
+            replies=("_INBOX.",),
+            worker="w1",
+        )
+
+    def job(self, *, attempt: int = 1, sequence: int = 7, **found: str) -> MemoryDelivery:
+        message = Stored(
+            subject=SUBJECT,
+            data=BODY,
+            headers={headers.JOB_ID: "j1", **found},
+            sequence=sequence,
+            time=self.broker.now(),
+        )
+        return MemoryDelivery(message, attempt)
+
+    async def handle(self, delivery: MemoryDelivery) -> tuple[str, object]:
+        await self.deliveries.handle(delivery)
+        assert len(delivery.ended) == 1
+        return delivery.ended[0]
+
+    @property
+    def results(self) -> list[Stored]:
+        return self.broker.streams["INFER_RESULTS"]
+
+    @property
+    def dead(self) -> list[Stored]:
+        return self.broker.streams["INFER_DEAD"]
+
+    @property
+    def ends(self) -> list[str]:
+        return [message.headers[headers.STATUS] for message in self.broker.sent if not message.data]
+
+
+async def answer(job: Job, reply: Reply, served: Served) -> bytes:
+    await reply.chunk(b'{"text":"a"}')
+    await reply.chunk(b'{"text":"b"}')
+    return b'{"whole":true}'
+
+
+def failing(error: Exception) -> Work:
+    async def fail(job: Job, reply: Reply, served: Served) -> bytes:
+        raise error
+
+    return fail
+
+
+async def test_a_finished_job_leaves_one_result_one_end_mark_and_is_acknowledged() -> None:
+    bench = Bench(answer)
+    assert await bench.handle(bench.job()) == ("ack", None)
+    assert [message.data for message in bench.results] == [b'{"whole":true}']
+    assert bench.results[0].headers[headers.STATUS] == "ok"
+    assert bench.results[0].headers[headers.SUBMISSION] == "7"
+    assert bench.ends == ["ok"]
+    chunks = [msgspec.json.decode(message.data) for message in bench.broker.sent if message.data]
+    assert chunks == [
+        {"job": "j1", "attempt": 1, "seq": 0, "text": "a"},
+        {"job": "j1", "attempt": 1, "seq": 1, "text": "b"},
+    ]
+    assert bench.broker.sent[-1].headers[headers.CHUNKS] == "2"
+
+
+async def test_the_result_is_stored_before_the_end_mark_and_the_acknowledgement() -> None:
+    bench = Bench(answer)
+    delivery = bench.job()
+    stored_when_acked: list[int] = []
+
+    async def ack() -> None:
+        stored_when_acked.append(len(bench.results))
+        assert bench.ends == ["ok"]
+
+    delivery.ack = ack  # type: ignore[method-assign]
+    await bench.deliveries.handle(delivery)
+    assert stored_when_acked == [1]
+
+
+async def test_a_redelivered_job_whose_result_is_stored_is_only_acknowledged() -> None:
+    bench = Bench(answer)
+    await bench.handle(bench.job())
+    sent = len(bench.broker.sent)
+    assert await bench.handle(bench.job(attempt=2)) == ("ack", None)
+    assert (bench.runs, len(bench.results), len(bench.broker.sent)) == (1, 1, sent)
+
+
+async def test_a_later_submission_with_the_same_id_is_run_and_stores_its_own_result() -> None:
+    bench = Bench(answer)
+    await bench.handle(bench.job(sequence=7))
+    await bench.handle(bench.job(sequence=9))
+    assert [message.headers[headers.SUBMISSION] for message in bench.results] == ["7", "9"]
+
+
+async def test_a_second_owner_cannot_store_a_second_result() -> None:
+    started, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(job: Job, reply: Reply, served: Served) -> bytes:
+        started.set()
+        await go_on.wait()
+        return b'{"by":"%d"}' % job.attempt
+
+    bench = Bench(slow)
+    first, second = bench.job(attempt=1), bench.job(attempt=2)
+    stale = asyncio.create_task(bench.deliveries.handle(first))
+    await started.wait()
+    owner = asyncio.create_task(bench.deliveries.handle(second))
+    while bench.runs < 2:
+        await asyncio.sleep(0)
+    go_on.set()
+    await asyncio.gather(stale, owner)
+    assert len(bench.results) == 1
+    assert bench.ends == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("body", "code"), [(b"{", "undecodable_body"), (b'{"messages":[]}', "wrong_kind"), (b"{}", "invalid_request")]
+)
+async def test_the_callers_mistake_is_answered_stored_and_never_retried(body: bytes, code: str) -> None:
+    bench = Bench(answer)
+    delivery = bench.job()
+    delivery.message = msgspec.structs.replace(delivery.message, data=body)
+    assert await bench.handle(delivery) == ("ack", None)
+    assert bench.runs == 0
+    assert msgspec.json.decode(bench.results[0].data)["error"]["code"] == code
+    assert bench.ends == ["error"]
+
+
+async def test_an_engines_refusal_is_the_callers_mistake_too() -> None:
+    bench = Bench(failing(InvalidRequest("top_p", param="top_p")))
+    assert await bench.handle(bench.job()) == ("ack", None)
+    assert not bench.dead
+
+
+@pytest.mark.parametrize("reply", ["a.*", "$JS.API.STREAM.DELETE.X", "infer.jobs.m.batch.acme.chat", "a..b", ""])
+async def test_a_refused_reply_subject_is_told_on_the_owners_stream_b8(reply: str) -> None:
+    bench = Bench(answer)
+    assert await bench.handle(bench.job(**{headers.REPLY_TO: reply})) == ("ack", None)
+    assert bench.runs == 0
+    assert {message.subject for message in bench.broker.sent} == {STREAM}
+    assert msgspec.json.decode(bench.results[0].data)["error"]["code"] == "invalid_reply_subject"
+
+
+async def test_an_infrastructure_failure_is_retried_with_growing_delays_a5() -> None:
+    bench = Bench(failing(PrefillUnavailable("none")), attempts=4)
+    delays = [(await bench.handle(bench.job(attempt=attempt)))[1] for attempt in (1, 2, 3)]
+    assert delays == [1.0, 2.0, 4.0]
+    assert not bench.results
+    assert bench.ends == []
+    assert "retrying" in msgspec.json.decode(bench.broker.sent[-1].data)
+
+
+async def test_the_last_failed_attempt_becomes_a_dead_letter_a_result_and_a_term() -> None:
+    bench = Bench(failing(EngineFailed("cuda")), attempts=2)
+    assert await bench.handle(bench.job(attempt=2, **{headers.TRACEPARENT: "00-x"})) == ("term", "engine_failed")
+    letter = bench.dead[0]
+    assert (letter.subject, letter.data) == ("infer.dead.m.tokens", BODY)
+    assert letter.headers[headers.SUBJECT] == SUBJECT
+    assert letter.headers[headers.REASON] == "engine_failed"
+    assert letter.headers[headers.ATTEMPT] == "2"
+    assert letter.headers[headers.TRACEPARENT] == "00-x"
+    assert msgspec.json.decode(bench.results[0].data)["error"]["code"] == "engine_failed"
+    assert bench.ends == ["error"]
+
+
+async def test_a_job_that_killed_every_worker_is_buried_without_another_try_a4() -> None:
+    bench = Bench(answer, attempts=3)
+    assert await bench.handle(bench.job(attempt=4)) == ("term", "attempts_exhausted")
+    assert bench.runs == 0
+    assert bench.dead[0].headers[headers.REASON] == "attempts_exhausted"
+    assert bench.ends == ["error"]
+
+
+async def test_a_defect_is_retried_and_says_nothing_of_the_request() -> None:
+    bench = Bench(failing(KeyError("secret prompt")))
+    assert (await bench.handle(bench.job()))[0] == "nak"
+    assert b"secret" not in bench.broker.sent[-1].data
+
+
+async def test_a_draining_worker_hands_a_job_back_at_once() -> None:
+    bench = Bench(failing(Draining("shutting down")), attempts=1)
+    assert await bench.handle(bench.job()) == ("nak", 0.0)
+    assert not bench.dead
+
+
+async def test_a_job_that_was_cancelled_while_queued_never_runs() -> None:
+    bench = Bench(answer)
+    delivery = bench.job()
+    bench.broker.seconds = 5
+    await bench.broker.store(SUBJECTS.cancel("acme", "j1"), b"")
+    assert await bench.handle(delivery) == ("ack", None)
+    assert bench.runs == 0
+    assert bench.ends == ["cancelled"]
+
+
+async def test_a_running_job_ends_when_it_is_cancelled() -> None:
+    started = asyncio.Event()
+
+    async def endless(job: Job, reply: Reply, served: Served) -> bytes:
+        started.set()
+        await asyncio.Event().wait()
+        return b"{}"
+
+    bench = Bench(endless)
+    delivery = bench.job()
+    running = asyncio.create_task(bench.deliveries.handle(delivery))
+    await started.wait()
+    await bench.broker.store(SUBJECTS.cancel("acme", "j1"), b"")
+    await bench.cancels.arrived(SUBJECTS.cancel("acme", "j1"))
+    await running
+    assert delivery.ended == [("ack", None)]
+    assert bench.results[0].headers[headers.STATUS] == "cancelled"
+    assert len(bench.attempts.scopes) == 0
+
+
+@pytest.mark.parametrize("aim", ["7", None])
+async def test_a_cancel_never_hits_a_later_submission_a10(aim: str | None) -> None:
+    bench = Bench(answer)
+    found = {headers.SUBMISSION: aim} if aim else {}
+    await bench.broker.store(SUBJECTS.cancel("acme", "j1"), b"", found)
+    bench.broker.seconds = 5
+    assert await bench.handle(bench.job(sequence=9)) == ("ack", None)
+    assert bench.runs == 1
+    assert bench.ends == ["ok"]
+
+
+async def test_a_job_whose_deadline_passed_in_the_queue_expires_without_running() -> None:
+    bench = Bench(answer)
+    delivery = bench.job(**{headers.DEADLINE: "10"})
+    bench.broker.seconds = 11
+    assert await bench.handle(delivery) == ("ack", None)
+    assert bench.runs == 0
+    assert bench.ends == ["expired"]
+
+
+async def test_a_running_job_expires_at_its_deadline() -> None:
+    async def endless(job: Job, reply: Reply, served: Served) -> bytes:
+        await asyncio.Event().wait()
+        return b"{}"
+
+    bench = Bench(endless)
+    soon = (bench.broker.now() + dt.timedelta(milliseconds=30)).isoformat()
+    assert await bench.handle(bench.job(**{headers.DEADLINE: soon})) == ("ack", None)
+    assert bench.results[0].headers[headers.STATUS] == "expired"
+
+
+async def test_a_job_is_left_alone_while_nats_is_away() -> None:
+    bench = Bench(answer)
+    bench.broker.away = True
+    delivery = bench.job()
+    await bench.deliveries.handle(delivery)
+    assert delivery.ended == []
+
+
+async def test_an_unreadable_subject_is_terminated() -> None:
+    bench = Bench(answer)
+    delivery = bench.job()
+    delivery.message = msgspec.structs.replace(delivery.message, subject="infer.jobs.m.urgent.acme.tokens")
+    assert await bench.handle(delivery) == ("term", "invalid_subject")
+
+
+async def test_the_stream_sequence_is_the_id_of_a_job_without_one() -> None:
+    bench = Bench(answer)
+    delivery = bench.job()
+    delivery.message = msgspec.structs.replace(delivery.message, headers={})
+    await bench.handle(delivery)
+    assert bench.results[0].subject == SUBJECTS.result("acme", "7")
+
+
+async def test_msgpack_jobs_get_msgpack_answers() -> None:
+    bench = Bench(answer)
+    delivery = bench.job(**{headers.CONTENT_TYPE: "application/msgpack"})
+    delivery.message = msgspec.structs.replace(delivery.message, data=msgspec.msgpack.encode({"token_ids": [1]}))
+    await bench.handle(delivery)
+    first = msgspec.msgpack.decode(bench.broker.sent[0].data)
+    assert first == {"job": "j1", "attempt": 1, "seq": 0, "text": "a"}
+
+
+def test_a_job_key_names_owner_and_job() -> None:
+    assert SUBJECTS.parse_key(RESULT, "results") == JobKey("acme", "j1")
