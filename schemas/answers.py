@@ -93,6 +93,33 @@ class TokenAnswer(msgspec.Struct, omit_defaults=True, kw_only=True):
     warnings: list[str] = []
 
 
+class TextChunk(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """What inferbus adds to OpenAI's `chat.completion.chunk` and to a streamed `text_completion`.
+
+    Attributes:
+        job: The job's id.
+        attempt: From 1.
+        seq: From 0 within the attempt, without holes.
+        token_ids: Of durable jobs with one choice: the tokens since the chunk before, from which another
+            worker can go on.
+        warnings: On the first.
+    """
+
+    job: str
+    attempt: int
+    seq: int
+    token_ids: list[int] = []
+    warnings: list[str] = []
+
+
+class TextAnswer(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """What inferbus adds to OpenAI's `chat.completion` and to a whole `text_completion`."""
+
+    job: str
+    attempt: int
+    warnings: list[str] = []
+
+
 class Retrying(msgspec.Struct, kw_only=True):
     """An attempt is over without an end mark, and another will follow; its chunks supersede this one's."""
 

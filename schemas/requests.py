@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from schemas import codec, limits
 from schemas.errors import InvalidRequest, ModelNotFound, WrongKind
-from schemas.sampling import INT64, NAMES, Sampling, TokenId, collect, integral
+from schemas.sampling import HIDDEN_STOPS, INT64, NAMES, Sampling, TokenId, collect, integral
 from schemas.subjects import Kind
 
 TokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=limits.PROMPT_TOKENS)]
@@ -152,7 +152,13 @@ TYPES: Final[dict[Kind, type[AnyRequest]]] = {
 }
 
 _ESSENTIAL: Final[dict[Kind, str]] = {"tokens": "token_ids", "chat": "messages", "completions": "prompt"}
-_NESTED_SAMPLING: Final = ("sampling_params", "sampling_options", "stop_conditions")
+NESTED_SAMPLING: Final = {
+    "sampling_params": "SGLang's: sampling parameters, under any of their names.",
+    "sampling_options": "Dynamo's: sampling parameters, under any of their names.",
+    "stop_conditions": "Dynamo's: sampling parameters, under any of their names.",
+}
+"""Objects of a body that may hold sampling parameters."""
+
 _INTS: Final[dict[Kind, frozenset[str]]] = {
     "tokens": frozenset({"top_logprobs", "priority"}),
     "chat": frozenset({"top_logprobs", "priority"}),
@@ -190,7 +196,7 @@ def parse(kind: Kind, fields: dict[str, Any], *, model: str | None = None) -> An
     warnings: list[str] = []
     own: dict[str, Any] = {}
     for name, value in fields.items():
-        if value is None or name in NAMES or name in _NESTED_SAMPLING:
+        if value is None or name in NAMES or name in NESTED_SAMPLING:
             continue
         if name in _OWN[kind]:
             own[name] = integral(value) if name in _INTS[kind] else value
@@ -218,20 +224,22 @@ def parse(kind: Kind, fields: dict[str, Any], *, model: str | None = None) -> An
 
 def _nested_sampling(fields: dict[str, Any]) -> dict[str, dict[str, Any]]:
     found = {}
-    for name in _NESTED_SAMPLING:
+    for name in NESTED_SAMPLING:
         nested = fields.get(name)
         if nested is None:
             continue
         if not isinstance(nested, dict):
             raise InvalidRequest(f"{name} must be an object", param=name)
         # Dynamo keeps the model's own end tokens apart from the caller's; both end a choice.
-        hidden = nested.get("stop_token_ids_hidden") if name == "stop_conditions" else None
+        hidden = nested.get(HIDDEN_STOPS)
         if hidden is not None:
             ids = nested.get("stop_token_ids") or []
             if not isinstance(hidden, list) or not isinstance(ids, list):
-                raise InvalidRequest(f"{name}.stop_token_ids_hidden must be an array", param=name)
-            nested = {key: value for key, value in nested.items() if key != "stop_token_ids_hidden"}
-            nested["stop_token_ids"] = [*ids, *(token for token in hidden if token not in ids)]
+                raise InvalidRequest(
+                    f"{name}.{HIDDEN_STOPS} must be an array", param=f"{name}.{HIDDEN_STOPS}"
+                )
+            nested = {key: value for key, value in nested.items() if key != HIDDEN_STOPS}
+            nested["stop_token_ids"] = [*ids, *hidden]
         found[name] = nested
     return found
 

@@ -41,6 +41,10 @@ ALIASES: Final = {
 """Accepted names that are not fields of `Sampling`, and the fields they mean."""
 
 
+HIDDEN_STOPS: Final = "stop_token_ids_hidden"
+"""Dynamo's name for the model's own end tokens, which it keeps apart from the caller's stop tokens."""
+
+
 class Sampling(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """Sampling parameters in SGLang's names; None means the model's own default.
 
