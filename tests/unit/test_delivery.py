@@ -13,6 +13,7 @@ from schemas import headers
 from schemas.errors import Draining, EngineFailed, InvalidRequest, PrefillUnavailable
 from schemas.requests import AnyRequest
 from schemas.subjects import JobKey, Subjects
+from tests.support.eventually import eventually
 from tests.support.memory import MemoryBroker, MemoryDelivery
 from workers.bus.interface import Stored
 from workers.jobs.attempt import Attempts
@@ -152,8 +153,7 @@ async def test_a_second_owner_cannot_store_a_second_result() -> None:
     stale = asyncio.create_task(bench.deliveries.handle(first))
     await started.wait()
     owner = asyncio.create_task(bench.deliveries.handle(second))
-    while bench.runs < 2:
-        await asyncio.sleep(0)
+    await eventually(lambda: bench.runs == 2)
     go_on.set()
     await asyncio.gather(stale, owner)
     assert len(bench.results) == 1
@@ -161,7 +161,8 @@ async def test_a_second_owner_cannot_store_a_second_result() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "code"), [(b"{", "undecodable_body"), (b'{"messages":[]}', "wrong_kind"), (b"{}", "invalid_request")]
+    ("body", "code"),
+    [(b"{", "undecodable_body"), (b'{"messages":[]}', "wrong_kind"), (b"{}", "invalid_request")],
 )
 async def test_the_callers_mistake_is_answered_stored_and_never_retried(body: bytes, code: str) -> None:
     bench = Bench(answer)
@@ -179,7 +180,9 @@ async def test_an_engines_refusal_is_the_callers_mistake_too() -> None:
     assert not bench.dead
 
 
-@pytest.mark.parametrize("reply", ["a.*", "$JS.API.STREAM.DELETE.X", "infer.jobs.m.batch.acme.chat", "a..b", ""])
+@pytest.mark.parametrize(
+    "reply", ["a.*", "$JS.API.STREAM.DELETE.X", "infer.jobs.m.batch.acme.chat", "a..b", ""]
+)
 async def test_a_refused_reply_subject_is_told_on_the_owners_stream_b8(reply: str) -> None:
     bench = Bench(answer)
     assert await bench.handle(bench.job(**{headers.REPLY_TO: reply})) == ("ack", None)
@@ -199,7 +202,10 @@ async def test_an_infrastructure_failure_is_retried_with_growing_delays_a5() -> 
 
 async def test_the_last_failed_attempt_becomes_a_dead_letter_a_result_and_a_term() -> None:
     bench = Bench(failing(EngineFailed("cuda")), attempts=2)
-    assert await bench.handle(bench.job(attempt=2, **{headers.TRACEPARENT: "00-x"})) == ("term", "engine_failed")
+    assert await bench.handle(bench.job(attempt=2, **{headers.TRACEPARENT: "00-x"})) == (
+        "term",
+        "engine_failed",
+    )
     letter = bench.dead[0]
     assert (letter.subject, letter.data) == ("infer.dead.m.tokens", BODY)
     assert letter.headers[headers.SUBJECT] == SUBJECT
@@ -317,7 +323,9 @@ async def test_the_stream_sequence_is_the_id_of_a_job_without_one() -> None:
 async def test_msgpack_jobs_get_msgpack_answers() -> None:
     bench = Bench(answer)
     delivery = bench.job(**{headers.CONTENT_TYPE: "application/msgpack"})
-    delivery.message = msgspec.structs.replace(delivery.message, data=msgspec.msgpack.encode({"token_ids": [1]}))
+    delivery.message = msgspec.structs.replace(
+        delivery.message, data=msgspec.msgpack.encode({"token_ids": [1]})
+    )
     await bench.handle(delivery)
     first = msgspec.msgpack.decode(bench.broker.sent[0].data)
     assert first == {"job": "j1", "attempt": 1, "seq": 0, "text": "a"}

@@ -8,7 +8,6 @@ stored before the cancel. A later submission with the same id is never hit.
 from __future__ import annotations
 
 import datetime as dt
-from typing import Final
 
 import structlog
 
@@ -19,8 +18,6 @@ from workers.bus.interface import Broker, Stored
 from workers.jobs.scope import Scope, Scopes
 
 log = structlog.get_logger()
-
-STREAM: Final = "INFER_CANCEL"
 
 
 class Cancels:
@@ -52,7 +49,8 @@ class Cancels:
         Raises:
             BusUnavailable: The server did not answer.
         """
-        return await self._broker.last(STREAM, self._subjects.cancel(key.owner, key.job))
+        stream = self._subjects.stream_name("cancel")
+        return await self._broker.last(stream, self._subjects.cancel(key.owner, key.job))
 
 
 def end(scope: Scope) -> None:

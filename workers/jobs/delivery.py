@@ -15,8 +15,6 @@ one result however often it was delivered.
 
 from __future__ import annotations
 
-from typing import Final
-
 import structlog
 
 from schemas import headers
@@ -32,8 +30,6 @@ from workers.jobs.retry import RetryPolicy
 from workers.jobs.scope import Scope
 
 log = structlog.get_logger()
-
-RESULTS: Final = "INFER_RESULTS"
 
 
 class Deliveries:
@@ -163,7 +159,8 @@ class Deliveries:
         await self._broker.flush()
 
     async def _result(self, job: Job) -> Stored | None:
-        return await self._broker.last(RESULTS, self._subjects.result(job.owner, job.id))
+        stream = self._subjects.stream_name("results")
+        return await self._broker.last(stream, self._subjects.result(job.owner, job.id))
 
     def _failed(self, job: Job, error: InferbusError) -> Outcome:
         served = Served(worker=self._worker)

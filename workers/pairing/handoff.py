@@ -1,4 +1,4 @@
-"""The decode side of a hand-off: asks a prefill worker for a prompt's KV cache and follows what becomes of it."""
+"""The decode side of a hand-off: asks a prefill worker for a KV cache and follows what becomes of it."""
 
 from __future__ import annotations
 
@@ -105,11 +105,12 @@ class Handoffs:
             yield Prefilling(worker, outcome)
         finally:
             self._wire.forget(ticket)
-            if not outcome.done():
+            problem = outcome.exception() if outcome.done() else None
+            if problem is not None:
+                log.warning("handoff.failed", job=job, prefill=worker.worker, reason=str(problem))
+            if problem is not None or not outcome.done():
                 outcome.cancel()
                 self._wire.tell(worker, codec.encode(handoff.Abort(rid=leg.rid), codec.MSGPACK))
-            elif not outcome.cancelled() and (problem := outcome.exception()) is not None:
-                log.warning("handoff.failed", job=job, prefill=worker.worker, reason=str(problem))
 
     async def _follow(self, worker: WorkerInfo, answers: asyncio.Queue[bytes | None]) -> handoff.Done:
         try:

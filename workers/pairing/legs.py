@@ -1,4 +1,4 @@
-"""Generation of a whole request: one leg a choice, each on this engine alone or paired with a prefill worker."""
+"""Generation of a whole request: one leg a choice, each on this engine alone or paired with prefill."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def _merged(streams: list[AsyncGenerator[Delta, None]]) -> AsyncGenerator[
 
 
 def new_rid() -> str:
-    """An engine request id: fixed length, since SGLang aborts every request whose id begins with the given one."""
+    """An engine request id: of fixed length, since SGLang aborts every request whose id begins with it."""
     return uuid.uuid4().hex
 
 
@@ -114,9 +114,9 @@ class Paired:
 
     async def __call__(self, leg: Leg, job: str, served: Served) -> AsyncGenerator[Delta, None]:
         """Runs one leg; tried again on another prefill worker as long as no token has gone out."""
-        passed_over: set[str] = set()
+        failures: dict[str, InferbusError] = {}
         while True:
-            worker = self._picker.pick(leg.token_ids, passed_over=frozenset(passed_over))
+            worker = self._pick(leg, failures)
             started = False
             try:
                 with self._picker.using(worker.worker):
@@ -128,11 +128,20 @@ class Paired:
                             yield delta
                 return
             except (PrefillUnavailable, PrefillFailed, TransferFailed) as error:
-                passed_over.add(worker.worker)
-                if started or len(passed_over) == TRIES:
+                failures[worker.worker] = error
+                if started or len(failures) == TRIES:
                     raise
                 log.warning("leg.retried", job=job, prefill=worker.worker, code=error.code)
                 leg = msgspec.structs.replace(leg, rid=self._rid())
+
+    def _pick(self, leg: Leg, failures: dict[str, InferbusError]) -> WorkerInfo:
+        """The next worker; where none is left, the failure of the one before tells more than that."""
+        try:
+            return self._picker.pick(leg.token_ids, passed_over=frozenset(failures))
+        except PrefillUnavailable as error:
+            for failure in reversed(failures.values()):
+                raise failure from error
+            raise
 
     def _meeting(self, leg: Leg, worker: WorkerInfo) -> Leg:
         if worker.bootstrap is None:

@@ -54,8 +54,8 @@ class Picker:
         left = [info for info in fitting if info.worker not in passed_over]
         if not left:
             raise PrefillUnavailable(
-                f"no prefill worker: {len(present)} ready, {len(present) - len(fitting)} with another signature, "
-                f"{len(fitting) - len(left)} failed this request already"
+                f"no prefill worker: {len(present)} ready, {len(present) - len(fitting)} with another "
+                f"signature, {len(fitting) - len(left)} failed this request already"
             )
         large = [info for info in left if info.capacity and len(token_ids) < info.capacity.kv_tokens]
         if not large:

@@ -29,7 +29,7 @@ class Answering:
     async def __call__(self, job: Job, request: AnyRequest, reply: Reply, served: Served) -> bytes:
         """One attempt; see `workers.jobs.attempt.Generate`."""
         if job.kind not in self._engine.info.kinds:
-            raise NotSupported(f"this model's workers do not serve the kind {job.kind!r}: they have no tokenizer")
+            raise NotSupported(f"this model's workers have no tokenizer, which the kind {job.kind!r} needs")
         prompt = await self._engine.prepare(request)
         answer = prompt.answer()
         streams = job.streams(request)

@@ -144,4 +144,3 @@ class Decode:
         reply = Reply(self._bus, envelope.job, self._served)
         reply.whole(error_body(envelope.job, error))
         reply.end("error")
-

@@ -214,4 +214,3 @@ class JobIntake:
             await self._deliveries.handle(delivery)
         finally:
             self._slots.free()
-

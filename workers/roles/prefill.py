@@ -28,6 +28,7 @@ from workers.roles.slots import Slots
 
 log = structlog.get_logger()
 
+
 class Prefill:
     """Serves hand-offs.
 
@@ -162,8 +163,8 @@ class Prefill:
         )
         last: Delta | None = None
         async with aclosing(self._engine.generate(leg)) as deltas:
-            async for last in deltas:
-                pass
+            async for delta in deltas:
+                last = delta
         return last
 
     def _rendezvous(self, room: int) -> Rendezvous | None:

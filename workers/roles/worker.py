@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import signal
 import socket
 import time
@@ -112,7 +113,8 @@ class _Worker:
         settings, info = self._settings.worker, engine.info
         slots = Slots(settings.slots or info.capacity.max_running, live_share=settings.live_share)
         described = self._info("ready", engine, slots)
-        async with Registry(bus, described, settings=settings, load=lambda: self._load(engine, slots)) as registry:
+        load = functools.partial(self._load, engine, slots)
+        async with Registry(bus, described, settings=settings, load=load) as registry:
             program = await self._program(bus, engine, registry, slots)
             slots.changed = program.slots_changed
             self._catch_signals()
@@ -217,5 +219,3 @@ class _Worker:
         with contextlib.suppress(BusUnavailable):
             async with self._connected() as bus:
                 await Registry.leave_word(bus, info)
-
-
