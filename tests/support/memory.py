@@ -25,6 +25,7 @@ class MemoryBroker:
     """Streams as lists, and everything that was sent."""
 
     max_payload = 1024 * 1024
+    congested = False
 
     def __init__(self) -> None:
         self.sent: list[Stored] = []
@@ -88,7 +89,9 @@ class MemoryBroker:
         return next((name for name, pattern in STREAMS.items() if fnmatch.fnmatch(subject, pattern)), None)
 
     def _message(self, subject: str, data: bytes, headers: Mapping[str, str] | None, sequence: int) -> Stored:
-        return Stored(subject=subject, data=data, headers=dict(headers or {}), sequence=sequence, time=self.now())
+        return Stored(
+            subject=subject, data=data, headers=dict(headers or {}), sequence=sequence, time=self.now()
+        )
 
     def _check(self) -> None:
         if self.away:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -184,6 +185,11 @@ class Bus:
         """See `Broker.send`. While NATS is away messages wait; beyond a limit they are counted and gone."""
         self._writer.put(subject, data, headers, reply, self._client.max_payload - MARGIN)
 
+    @property
+    def congested(self) -> bool:
+        """See `Broker.congested`."""
+        return self._writer.congested
+
     async def ready(self) -> None:
         """See `Broker.ready`."""
         await self._writer.ready()
@@ -223,6 +229,10 @@ class Bus:
             await subscription.unsubscribe()
             raise NotPermitted(f"not permitted to subscribe to {subject}")
         return subscription
+
+    def private_subject(self) -> str:
+        """The first part of subjects that only this process uses, for subscriptions of one's own."""
+        return f"{self._inboxes.prefix}.{secrets.token_hex(11)}"
 
     def inbox(self, callback: Callback) -> Inbox:
         """A reply subject of one's own for any number of answers; close it when done."""

@@ -84,8 +84,13 @@ class Broker(Protocol):
         """
         ...
 
+    @property
+    def congested(self) -> bool:
+        """Whether more is queued for sending than should be: time to wait for `ready`."""
+        ...
+
     async def ready(self) -> None:
-        """Waits while more is queued for sending than should be."""
+        """Waits while `congested`."""
         ...
 
     async def flush(self) -> None:

@@ -102,6 +102,11 @@ class Writer:
             self._wake.set()
             self._idle.clear()
 
+    @property
+    def congested(self) -> bool:
+        """Whether `ready` would wait."""
+        return not self._low.is_set()
+
     async def ready(self) -> None:
         """Waits until less than the low-water mark is queued, if the high-water mark was passed."""
         if not self._low.is_set():

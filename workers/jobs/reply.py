@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 import msgspec
 
 from schemas import codec, headers
-from schemas.answers import Retrying
+from schemas.answers import Retrying, TokenChunk
 from schemas.errors import ErrorAnswer, InferbusError
 from workers.bus.interface import Broker
 from workers.jobs.job import Job
+
+_NOTHING: Final[Mapping[str, Any]] = {}
 
 
 class Served(msgspec.Struct, kw_only=True):
@@ -52,11 +54,11 @@ class Reply:
         self._served = served
         self._probe = probe
         self._probe_every = probe_every
-        self._seal = seal(job)
+        self._seal = Seal(job)
         self._headers = _identity(job)
         self.sent = 0
 
-    async def chunk(self, message: msgspec.Struct | bytes, **extra: Any) -> None:
+    def chunk(self, message: msgspec.Struct | bytes, extra: Mapping[str, Any] = _NOTHING) -> None:
         """Sends one chunk.
 
         Args:
@@ -66,7 +68,15 @@ class Reply:
         Raises:
             PayloadTooLarge: Over the server's limit.
         """
-        self._send(self._seal(message, seq=self.sent, **extra))
+        self._send(self._seal.chunk(message, self.sent, extra))
+
+    @property
+    def congested(self) -> bool:
+        """Whether to wait for `ready` before the next chunk."""
+        return self._broker.congested
+
+    async def ready(self) -> None:
+        """Waits while more is queued for sending than should be."""
         await self._broker.ready()
 
     def retrying(self, error: InferbusError) -> None:
@@ -93,27 +103,38 @@ class Reply:
         self.sent += 1
 
 
-def seal(job: Job) -> Callable[..., bytes]:
-    """A function that encodes an `Answer`'s message with the job's identity.
+class Seal:
+    """Encodes an `Answer`'s messages with the job's identity.
 
     Chat and completion messages come from SGLang as JSON text: `job`, `attempt` and what else is given go
     in front of its own fields without decoding it, unless the caller wants MessagePack.
     """
-    prefix = codec.encode({"job": job.id, "attempt": job.attempt})[:-1]
 
-    def sealed(message: msgspec.Struct | bytes, **fields: Any) -> bytes:
-        if isinstance(message, bytes):
-            if job.content_type == codec.MSGPACK:
-                own = {"job": job.id, "attempt": job.attempt, **fields}
-                return codec.encode(own | msgspec.json.decode(message), codec.MSGPACK)
-            middle = b"," + codec.encode(fields)[1:-1] if fields else b""
-            return prefix + middle + b"," + message[1:]
-        message.job, message.attempt = job.id, job.attempt  # type: ignore[attr-defined]
-        for name, value in fields.items():
-            setattr(message, name, value)
-        return codec.encode(message, job.content_type)
+    def __init__(self, job: Job) -> None:
+        self._job, self._attempt, self._type = job.id, job.attempt, job.content_type
+        self._encode = (
+            msgspec.msgpack.Encoder() if self._type == codec.MSGPACK else msgspec.json.Encoder()
+        ).encode
+        self._prefix = codec.encode({"job": job.id, "attempt": job.attempt})[:-1]
 
-    return sealed
+    def chunk(self, message: msgspec.Struct | bytes, seq: int, extra: Mapping[str, Any]) -> bytes:
+        """A chunk, the `seq`-th of its attempt."""
+        if isinstance(message, TokenChunk):
+            message.job, message.attempt, message.seq = self._job, self._attempt, seq
+            return self._encode(message)
+        return self.whole(message, {"seq": seq, **extra})
+
+    def whole(self, message: msgspec.Struct | bytes, extra: Mapping[str, Any]) -> bytes:
+        """A message with further fields; a struct has them as its own."""
+        if not isinstance(message, bytes):
+            for name, value in {"job": self._job, "attempt": self._attempt, **extra}.items():
+                setattr(message, name, value)
+            return self._encode(message)
+        if self._type == codec.MSGPACK:
+            own = {"job": self._job, "attempt": self._attempt, **extra}
+            return self._encode(own | msgspec.json.decode(message))
+        middle = b"," + codec.encode(extra)[1:-1] if extra else b""
+        return b"%b%b,%b" % (self._prefix, middle, message[1:])
 
 
 def error_body(job: Job, error: InferbusError) -> bytes:

@@ -10,7 +10,7 @@ from schemas.errors import NotSupported
 from schemas.requests import AnyRequest
 from workers.engine.interface import Delta, Engine
 from workers.jobs.job import Job
-from workers.jobs.reply import Reply, Served, seal
+from workers.jobs.reply import Reply, Seal, Served
 from workers.pairing.legs import RunLeg, generate
 
 
@@ -42,12 +42,16 @@ class Answering:
             async for message in messages:
                 if not streams:
                     continue
-                first = warned if isinstance(message, bytes) and reply.sent == 0 else {}
-                await reply.chunk(message, **spoken.since(), **first)
+                if isinstance(message, bytes):
+                    reply.chunk(message, spoken.since() | (warned if reply.sent == 0 else {}))
+                else:
+                    reply.chunk(message)
+                if reply.congested:
+                    await reply.ready()
         if streams and not job.durable:
             return b""
         whole = answer.whole()
-        return seal(job)(whole, **(warned if isinstance(whole, bytes) else {}))
+        return Seal(job).whole(whole, warned if isinstance(whole, bytes) else {})
 
 
 class _Spoken:
