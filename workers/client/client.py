@@ -1,0 +1,379 @@
+"""The client: one connection, one call per kind of request, and durable jobs.
+
+    async with Client.connect("nats://127.0.0.1:4222") as client:
+        async for chunk in client.chat("llama", [{"role": "user", "content": "Hi"}]):
+            print(text(chunk), end="")
+
+A live request is sent when the call is made, so that what is wrong with it is raised there; its answer is
+awaited when the stream is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import re
+import uuid
+import weakref
+from collections.abc import Coroutine, Generator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import structlog
+
+from schemas import codec, headers
+from schemas.answers import TokenChunk
+from schemas.errors import InvalidRequest, InvalidSubject
+from schemas.fleet import BUCKET, WorkerInfo
+from schemas.subjects import LIVE_OWNER, JobClass, Kind, escape
+from workers.bus import layout
+from workers.bus.connection import Bus
+from workers.client.durable import JobStream
+from workers.client.jobs import Job, hand_in, stop
+from workers.client.live import LiveStream
+from workers.client.messages import Result
+from workers.client.results import Results
+from workers.client.stream import Stream
+from workers.config import BusSettings
+
+log = structlog.get_logger()
+
+OWNER: Final = "default"
+TIMEOUT: Final = 120.0
+"""Seconds of silence after which a live request is given up: long enough for a long prompt."""
+
+CLIENTS: Final = -1.0
+"""Stands for the timeout that the client was made with."""
+
+_ID: Final = re.compile(r"[!-~]+")
+
+Deadline = float | dt.timedelta | dt.datetime
+"""Seconds from the request's arrival, or a moment; a moment must know its offset from UTC."""
+
+
+class _Options(NamedTuple):
+    job_id: str | None
+    deadline: Deadline | None
+    timeout: float | None
+    traceparent: str | None
+
+
+class Client:
+    """See the module.
+
+    Attributes:
+        bus: The connection.
+        owner: Whose jobs these are.
+        content_type: Of requests and answers.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        *,
+        owner: str = OWNER,
+        content_type: str = codec.JSON,
+        timeout: float | None = TIMEOUT,
+    ) -> None:
+        """Not to be called; see `connect`."""
+        self.bus = bus
+        self.owner = owner
+        self.content_type = content_type
+        self._timeout = timeout
+        self._results = Results(bus)
+        self._streams: weakref.WeakSet[Stream[Any]] = weakref.WeakSet()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._watch = asyncio.create_task(self._tell_of_loss())
+
+    @staticmethod
+    def connect(
+        target: str | Sequence[str] | BusSettings = BusSettings(),  # noqa: B008 - frozen
+        *,
+        owner: str = OWNER,
+        content_type: str = codec.JSON,
+        timeout: float | None = TIMEOUT,
+        name: str = "inferbus client",
+    ) -> Connecting:
+        """Connects: `async with Client.connect(…) as client`, or `client = await Client.connect(…)`.
+
+        Args:
+            target: A URL, several, or settings.
+            owner: Whose jobs these are; NATS permissions may allow only some.
+            content_type: `application/json` or `application/msgpack`.
+            timeout: Seconds of silence after which a live request is given up; None: never.
+            name: Shown in the server's list of connections.
+
+        Raises:
+            BusUnavailable: Nothing answers, or it refuses; when awaited.
+            UnsupportedContentType: Neither JSON nor MessagePack.
+            InvalidSubject: No subject can carry this owner.
+        """
+        if escape(owner) == LIVE_OWNER:
+            raise InvalidSubject(f"the owner {LIVE_OWNER!r} is reserved for live requests")
+        urls = (target,) if isinstance(target, str) else target
+        settings = urls if isinstance(urls, BusSettings) else BusSettings(urls=tuple(urls))
+        kind = codec.content_type(content_type)
+
+        async def connecting() -> Client:
+            bus = await Bus.connect(settings, name=name)
+            return Client(bus, owner=owner, content_type=kind, timeout=timeout)
+
+        return Connecting(connecting())
+
+    def chat(
+        self,
+        model: str,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        job_id: str | None = None,
+        deadline: Deadline | None = None,
+        timeout: float | None = CLIENTS,
+        traceparent: str | None = None,
+        **params: Any,
+    ) -> LiveStream[dict[str, Any]]:
+        """Asks for a chat completion.
+
+        Args:
+            model: The served model name.
+            messages: As in OpenAI's API.
+            job_id: The request's id; default: random.
+            deadline: When the request expires.
+            timeout: Seconds of silence after which to give up; None: never; default: the client's.
+            traceparent: W3C trace context.
+            params: More of the body: `max_tokens=64`, `stream=False`, …
+
+        Raises:
+            PayloadTooLarge: Over the server's limit; nothing was sent.
+        """
+        body = {"messages": list(messages), **params}
+        return self._live(model, "chat", body, _Options(job_id, deadline, timeout, traceparent))
+
+    def complete(
+        self,
+        model: str,
+        prompt: str | Sequence[int],
+        *,
+        job_id: str | None = None,
+        deadline: Deadline | None = None,
+        timeout: float | None = CLIENTS,
+        traceparent: str | None = None,
+        **params: Any,
+    ) -> LiveStream[dict[str, Any]]:
+        """Asks for a text completion of a text or of token ids; arguments as for `chat`."""
+        body = {"prompt": prompt if isinstance(prompt, str) else list(prompt), **params}
+        return self._live(model, "completions", body, _Options(job_id, deadline, timeout, traceparent))
+
+    def tokens(
+        self,
+        model: str,
+        token_ids: Sequence[int],
+        *,
+        job_id: str | None = None,
+        deadline: Deadline | None = None,
+        timeout: float | None = CLIENTS,
+        traceparent: str | None = None,
+        **params: Any,
+    ) -> LiveStream[TokenChunk]:
+        """Asks for tokens that follow these tokens; arguments as for `chat`."""
+        body = {"token_ids": list(token_ids), **params}
+        return self._live(model, "tokens", body, _Options(job_id, deadline, timeout, traceparent))
+
+    async def submit(
+        self,
+        kind: Kind,
+        model: str,
+        body: Mapping[str, Any],
+        *,
+        job_id: str | None = None,
+        job_class: JobClass = "batch",
+        deadline: Deadline | None = None,
+        stream: bool = True,
+        again: bool = False,
+        traceparent: str | None = None,
+    ) -> Job:
+        """Hands in a durable job: stored when this returns, and finished exactly once from then on.
+
+        Args:
+            kind: `chat`, `completions` or `tokens`.
+            model: The served model name.
+            body: The request, as that kind defines it.
+            job_id: The job's id; default: random. Submitting the same id again within the server's window
+                returns the job that is there, so an uncertain submission can be repeated.
+            job_class: `interactive` jobs are taken more often than `batch` jobs.
+            deadline: When the job expires, also while queued.
+            stream: Whether chunks are wanted beside the result.
+            again: Submit an id that was submitted before as a new submission, within that window as well.
+            traceparent: W3C trace context.
+
+        Raises:
+            PayloadTooLarge: Over the server's limit; nothing was sent.
+            BusUnavailable: It was not accepted, or NATS did not say so in time.
+        """
+        job = _checked_id(job_id)
+        found = self._headers(job, deadline, traceparent)
+        # Ids are unique for an owner, but a stream knows only one window for all.
+        found[headers.MSG_ID] = uuid.uuid4().hex if again else f"{escape(self.owner)}.{job}"
+        subject = self.bus.subjects.job(model, job_class, self.owner, kind)
+        data = codec.encode(_body(kind, body, stream=None if stream else False), self.content_type)
+        sequence, duplicate = await hand_in(self.bus, subject, data, found)
+        return Job(id=job, owner=self.owner, submission=sequence, duplicate=duplicate)
+
+    def stream(self, job: Job | str, *, timeout: float | None = None) -> JobStream:
+        """The stream of a job, from its beginning.
+
+        Args:
+            job: From `submit`, or an id: then the newest submission.
+            timeout: Seconds of silence after which to give up reading; None: never.
+        """
+        stream = JobStream(self.bus, self.job(job), timeout=timeout, spawn=self._spawn)
+        self._streams.add(stream)
+        return stream
+
+    async def result(self, job: Job | str, timeout: float | None = None) -> Result:
+        """Waits for a job's result.
+
+        Args:
+            job: From `submit`, or an id: then whatever result is stored or comes.
+            timeout: Seconds to wait at most; None: as long as it takes.
+
+        Raises:
+            TimedOut: It was not there in time.
+            InferbusError: The result is an error; the class says which.
+        """
+        result = await self._results.wait(self.job(job), timeout)
+        if result.error is not None:
+            raise result.error
+        return result
+
+    async def cancel(self, job: Job | str) -> None:
+        """Stops a job wherever it is, also while queued: this submission, or with an id all up to now.
+
+        Raises:
+            BusUnavailable: The server did not take it.
+        """
+        await stop(self.bus, self.job(job))
+
+    def job(self, job: Job | str) -> Job:
+        """A job by its id."""
+        return job if isinstance(job, Job) else Job(id=_checked_id(job), owner=self.owner)
+
+    async def workers(self) -> list[WorkerInfo]:
+        """Who is here, by model, role and id.
+
+        Raises:
+            BusUnavailable: JetStream did not answer, or no worker was ever here.
+        """
+        found: dict[str, WorkerInfo] = {}
+        for stored in await self.bus.read(layout.WORKERS, f"$KV.{BUCKET}.>"):
+            found.pop(stored.subject, None)
+            if stored.data and "KV-Operation" not in stored.headers:
+                try:
+                    found[stored.subject] = msgspec.json.decode(stored.data, type=WorkerInfo)
+                except msgspec.DecodeError:
+                    log.warning("client.worker_unreadable", key=stored.subject)
+        return sorted(found.values(), key=lambda info: (info.model, info.role, info.worker))
+
+    async def models(self) -> list[str]:
+        """The models that some ready worker answers requests for."""
+        ready = {info.model for info in await self.workers() if info.state == "ready" and info.kinds}
+        return sorted(ready)
+
+    async def close(self) -> None:
+        """Closes the connection; streams that are still read end with an error."""
+        await self.bus.close()
+        await self._watch
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _live(
+        self,
+        model: str,
+        kind: Kind,
+        body: dict[str, Any],
+        options: _Options,
+    ) -> LiveStream[Any]:
+        job = _checked_id(options.job_id)
+        found = self._headers(job, options.deadline, options.traceparent)
+        streams = body.pop("stream", None)
+        data = codec.encode(_body(kind, body, stream=streams is not False), self.content_type)
+        subject = self.bus.subjects.request(model, kind)
+        patience = self._timeout if options.timeout == CLIENTS else options.timeout
+        stream: LiveStream[Any] = LiveStream(self.bus, job, timeout=patience)
+        stream.send(subject, data, found)
+        self._streams.add(stream)
+        return stream
+
+    def _headers(self, job: str, deadline: Deadline | None, traceparent: str | None) -> dict[str, str]:
+        found = {headers.JOB_ID: job, headers.CONTENT_TYPE: self.content_type}
+        if deadline is not None:
+            found[headers.DEADLINE] = _deadline(deadline)
+        if traceparent is not None:
+            found[headers.TRACEPARENT] = traceparent
+        return found
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _tell_of_loss(self) -> None:
+        await self.bus.closed.wait()
+        for stream in list(self._streams):
+            stream.connection_lost()
+
+
+class Connecting:
+    """A client to be: an awaitable and an async context manager."""
+
+    def __init__(self, work: Coroutine[Any, Any, Client]) -> None:
+        self._work = work
+        self._client: Client | None = None
+
+    def __await__(self) -> Generator[Any, None, Client]:
+        return self._work.__await__()
+
+    async def __aenter__(self) -> Client:
+        self._client = await self._work
+        return self._client
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+
+def _body(kind: Kind, fields: Mapping[str, Any], *, stream: bool | None) -> dict[str, Any]:
+    """A body with what this client wants to know: the usage, in streams too."""
+    body = dict(fields)
+    if stream is not None:
+        body["stream"] = stream
+    if kind != "tokens" and body.get("stream") is not False and body.get("stream_options") is None:
+        body["stream_options"] = {"include_usage": True}
+    return body
+
+
+def _checked_id(job: str | None) -> str:
+    """A job id that subjects and headers can carry."""
+    if job is None:
+        return uuid.uuid4().hex
+    escape(job)
+    if not _ID.fullmatch(job):
+        raise InvalidRequest("a job id is printable ASCII without spaces", param="job_id")
+    return job
+
+
+def _deadline(deadline: Deadline) -> str:
+    if isinstance(deadline, dt.datetime):
+        return deadline.isoformat()
+    seconds = deadline.total_seconds() if isinstance(deadline, dt.timedelta) else deadline
+    return repr(float(seconds))

@@ -1,0 +1,17 @@
+"""What only a client can run into; everything else is `schemas.errors`."""
+
+from __future__ import annotations
+
+from schemas.errors import InfrastructureError
+
+
+class TimedOut(InfrastructureError):
+    """Nothing came for longer than the caller wanted to wait; the request may still be running."""
+
+    code = "timed_out"
+
+
+class AnswerLost(InfrastructureError):
+    """Part of a live answer was lost on the way, and nothing stores live answers."""
+
+    code = "answer_lost"

@@ -1,0 +1,92 @@
+"""Durable jobs: naming one, handing it in, stopping it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from schemas import headers
+from schemas.errors import BusUnavailable
+from workers.bus.connection import Bus
+from workers.bus.errors import NoResponders
+from workers.bus.message import Message
+from workers.client.messages import submission
+
+RETRIES: Final = 2
+RETRY_PAUSE: Final = 0.25
+"""ADR-22: a publish that finds no stream is tried twice more."""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """A submitted job.
+
+    Attributes:
+        id: Its id; unique for its owner.
+        owner: Who submitted it.
+        submission: The stream sequence of the submission; None for a job that is known by its id alone.
+        duplicate: Whether it had been submitted before, and this submission was dropped.
+    """
+
+    id: str
+    owner: str
+    submission: int | None = None
+    duplicate: bool = False
+
+    def answered_by(self, found: Mapping[str, str]) -> bool:
+        """Whether a message is for this job: not for an earlier submission under the same id."""
+        named = submission(found)
+        return self.submission is None or named is None or named >= self.submission
+
+
+class _Error(msgspec.Struct):
+    code: int = 500
+    description: str = "unknown error"
+
+
+class _Ack(msgspec.Struct):
+    seq: int = 0
+    duplicate: bool = False
+    error: _Error | None = None
+
+
+async def hand_in(bus: Bus, subject: str, data: bytes, found: Mapping[str, str]) -> tuple[int, bool]:
+    """Stores a job; returns its stream sequence, and whether it was there already.
+
+    Raises:
+        PayloadTooLarge: Over the server's limit; nothing was sent.
+        BusUnavailable: No stream took it, or the queue is full: it was not accepted.
+    """
+    for last_try in (*[False] * RETRIES, True):
+        try:
+            message = await bus.request(subject, data, found)
+        except NoResponders:
+            if last_try:
+                raise BusUnavailable("no stream takes jobs: has a worker been started?") from None
+        else:
+            ack = _acknowledgement(message)
+            if ack.error is None:
+                return ack.seq, ack.duplicate
+            if last_try or ack.error.code != 503 or "exceeded" in ack.error.description:
+                raise BusUnavailable(f"the job was not accepted: {ack.error.description}")
+        await asyncio.sleep(RETRY_PAUSE)
+    raise AssertionError("unreachable")
+
+
+def _acknowledgement(message: Message) -> _Ack:
+    try:
+        return msgspec.json.decode(message.data, type=_Ack)
+    except msgspec.DecodeError:
+        raise BusUnavailable("something else than a stream takes jobs") from None
+
+
+async def stop(bus: Bus, job: Job) -> None:
+    """Asks for a job to be stopped wherever it is, also while it is queued.
+
+    Raises:
+        BusUnavailable: The server did not take it.
+    """
+    aim = {} if job.submission is None else {headers.SUBMISSION: str(job.submission)}
+    await bus.store(bus.subjects.cancel(job.owner, job.id), b"", aim)

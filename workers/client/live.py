@@ -1,0 +1,112 @@
+"""Live answers: nothing is stored, so what is lost on the way is lost, and the user is told at once."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Final, TypeVar
+
+from schemas.errors import InferbusError
+from schemas.subjects import LIVE_OWNER
+from workers.bus.connection import Bus
+from workers.bus.errors import NotPermitted
+from workers.bus.message import Message
+from workers.client.assembler import Event
+from workers.client.errors import AnswerLost, TimedOut
+from workers.client.messages import read
+from workers.client.stream import Stream
+
+C = TypeVar("C")
+
+END_GRACE: Final = 2.0
+"""Seconds that the end mark of a complete answer may take; it was lost then, and nothing else."""
+
+DENIED_AFTER: Final = 1.0
+"""Seconds of silence after which to look whether the server refused the request."""
+
+
+class LiveStream(Stream[C]):
+    """The answer to a live request. Leaving it early cancels the request."""
+
+    def __init__(self, bus: Bus, job: str, *, timeout: float | None) -> None:
+        super().__init__(job)
+        self._bus = bus
+        self._timeout = timeout
+        self._heard = False
+        self._subject = ""
+        # The queue's method, not one of this object: a stream that nobody holds any more must go.
+        self._inbox = bus.inbox(self._arrived.put_nowait)
+
+    def send(self, subject: str, data: bytes, headers: dict[str, str]) -> None:
+        """Sends the request.
+
+        Raises:
+            PayloadTooLarge: Over the server's limit; nothing was sent.
+        """
+        self._subject = subject
+        try:
+            self._bus.send(subject, data, headers, reply=self._inbox.subject)
+        except InferbusError:
+            self._left = True
+            self._inbox.close()
+            raise
+
+    def __del__(self) -> None:
+        # Dropped without a word, before or while it was iterated over.
+        if not getattr(self, "_left", True):
+            self._left = True
+            self._abandon()
+
+    async def _more(self) -> list[Event]:
+        if self._assembler.complete:
+            return await self._last()
+        found = await self._patiently()
+        message = read(found.data, found.headers)
+        events = [] if message is None else self._assembler.take(message)
+        if self._assembler.missing:
+            raise AnswerLost("part of the answer was lost on the way; send the request again")
+        self._heard = True
+        return events
+
+    async def _last(self) -> list[Event]:
+        """Waits for the end mark of an answer that has nothing else to come."""
+        try:
+            found = await self._receive(END_GRACE)
+        except TimeoutError:
+            self._assembler.close()
+            return []
+        message = read(found.data, found.headers)
+        return [] if message is None else self._assembler.take(message)
+
+    async def _patiently(self) -> Message:
+        timeout = self._timeout
+        try:
+            if not self._heard and (timeout is None or timeout > DENIED_AFTER):
+                with contextlib.suppress(TimeoutError):
+                    return await self._receive(DENIED_AFTER)
+                self._check_permission()
+                timeout = None if timeout is None else timeout - DENIED_AFTER
+            return await self._receive(timeout)
+        except TimeoutError:
+            self._check_permission()
+            raise TimedOut(f"nothing came for {self._timeout:g} s") from None
+
+    def _check_permission(self) -> None:
+        """NATS tells of a publish without permission on the connection, not to whom it concerns."""
+        if f"publish {self._subject}".lower() in self._bus.denied:
+            raise NotPermitted(f"not permitted to publish to {self._subject}")
+
+    async def _cancel(self) -> None:
+        self._send_cancel()
+        await self._bus.flush()
+
+    async def _leave(self) -> None:
+        self._abandon()
+
+    def _abandon(self) -> None:
+        self._inbox.close()
+        if self.outcome is None and self._subject and not self._bus.closed.is_set():
+            self._send_cancel()
+
+    def _send_cancel(self) -> None:
+        """By `send`, not by `store`: live requests need no JetStream, and leaving must not wait."""
+        self._bus.send(self._bus.subjects.cancel(LIVE_OWNER, self.job), b"")

@@ -1,0 +1,73 @@
+"""The line that ends every answer in a terminal: how much, how fast, by whom."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from schemas.answers import Usage
+from workers.client.stream import Stream
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer cost.
+
+    Attributes:
+        prompt_tokens: Of the prompt.
+        cached_tokens: Of those, from the prefix cache.
+        completion_tokens: Of all choices.
+        first: Seconds to the first token; None where there was none.
+        seconds: Seconds in all.
+        rate: Tokens a second after the first one; None for less than two tokens.
+        worker: The worker that answered.
+        prefill_worker: The prefill worker that served it, if one did.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    first: float | None
+    seconds: float
+    rate: float | None
+    worker: str | None
+    prefill_worker: str | None
+
+    @classmethod
+    def of(cls, stream: Stream[Any]) -> Stats:
+        """The stats of a stream that has ended."""
+        usage = stream.usage or Usage(prompt_tokens=0, completion_tokens=0, total_tokens=0)
+        details = usage.prompt_tokens_details
+        ended = stream.ended if stream.ended is not None else stream.started
+        rate = None
+        if stream.first is not None and usage.completion_tokens > 1 and ended > stream.first:
+            rate = (usage.completion_tokens - 1) / (ended - stream.first)
+        return cls(
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=details.cached_tokens if details else 0,
+            completion_tokens=usage.completion_tokens,
+            first=None if stream.first is None else stream.first - stream.started,
+            seconds=ended - stream.started,
+            rate=rate,
+            worker=stream.worker,
+            prefill_worker=stream.prefill_worker,
+        )
+
+    def line(self) -> str:
+        """All of it in one line."""
+        parts = [_count(self.completion_tokens, "token")]
+        if self.first is not None:
+            parts.append(f"first after {self.first:.3f} s")
+        if self.rate is not None:
+            parts.append(f"{self.rate:.1f} tokens/s")
+        workers = [f"prefill {self.prefill_worker}"] if self.prefill_worker else []
+        if self.worker:
+            workers.append(f"{'decode' if workers else 'worker'} {self.worker}")
+        if workers:
+            parts.append(" → ".join(workers))
+        parts.append(f"{_count(self.prompt_tokens, 'prompt token')}, {self.cached_tokens} cached")
+        return " · ".join(parts)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
