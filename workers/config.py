@@ -153,7 +153,7 @@ class WorkerSettings(_Section, frozen=True, kw_only=True):
         int, Meta(description="Port of the KV transfer's bootstrap server; 0: a free one.", ge=0, le=65535)
     ] = 0
     announce_interval: Annotated[
-        float, Meta(description="Seconds between announcements of this worker.", ge=0.1, le=60)
+        float, Meta(description="Seconds between announcements of this worker.", ge=0.1, le=3)
     ] = 2.0
     reply_prefixes: Annotated[
         tuple[str, ...],

@@ -378,7 +378,9 @@ class Bus:
         self.errors += 1
         found = _DENIED.search(str(error))
         if found is None:
-            log.warning("bus.error", error=str(error) or type(error).__name__, kind=type(error).__name__)
+            # While NATS is away every try fails; that it is away has been told.
+            tell = log.warning if self.connected else log.debug
+            tell("bus.error", error=str(error) or type(error).__name__, kind=type(error).__name__)
             return
         key = _key(found[1], found[2])
         if key not in self.denied and len(self.denied) < 1024:

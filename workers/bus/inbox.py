@@ -29,6 +29,7 @@ class Inboxes:
     """Hands messages under one subject to whoever opened their token."""
 
     def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
         self.base = f"{prefix}.{secrets.token_hex(11)}"
         self._numbers = itertools.count(1)
         self._callbacks: dict[str, Callback] = {}

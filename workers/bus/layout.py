@@ -1,0 +1,135 @@
+"""What the streams of the contract look like, in the server's own terms."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Final
+
+from schemas import fleet
+from schemas.subjects import JobClass, Subjects, escape
+from workers.config import MIB, StreamSettings
+
+JOBS: Final = "INFER_JOBS"
+STREAM: Final = "INFER_STREAM"
+RESULTS: Final = "INFER_RESULTS"
+DEAD: Final = "INFER_DEAD"
+CANCEL: Final = "INFER_CANCEL"
+ADVISORIES: Final = "INFER_ADVISORIES"
+WORKERS: Final = f"KV_{fleet.BUCKET}"
+"""The stream behind the key-value bucket (ADR-8)."""
+
+REAPER: Final = "reaper"
+"""The consumer of `ADVISORIES` that tells of jobs whose last worker died (trials A4, A6)."""
+
+ANNOUNCE_TTL: Final = 10.0
+"""Seconds after which a worker that says nothing is no longer listed."""
+
+MAX_ACK_PENDING: Final = 100_000
+"""Of all workers together: they bound what they hold by their slots; the server must not on top of it."""
+
+MAX_WAITING: Final = 4096
+"""Open pull requests of all workers together."""
+
+UNLIMITED: Final = -1
+NANO: Final = 1_000_000_000
+DAY: Final = 24 * 3600.0
+
+_ADVISORY: Final = "$JS.EVENT.ADVISORY.CONSUMER"
+
+
+def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[str, Any]]:
+    """Every stream.
+
+    Whatever must not be lost silently refuses what does not fit (`discard: new`, trial A20): jobs, results,
+    dead letters. Chunks, cancel marks and advisories make room by their age instead, since a worker must
+    never wait for their readers.
+    """
+    s = settings
+    jobs = _stream(JOBS, [subjects.all("jobs")], s, s.jobs_max_bytes, s.jobs_max_age)
+    chunks = _stream(STREAM, [subjects.all("stream")], s, s.stream_max_bytes, s.stream_max_age)
+    results = _stream(RESULTS, [subjects.all("results")], s, s.results_max_bytes, s.results_max_age)
+    dead = _stream(DEAD, [subjects.all("dead")], s, s.dead_max_bytes, s.dead_max_age)
+    cancel = _stream(CANCEL, [subjects.all("cancel")], s, 64 * MIB, DAY)
+    # Advisories are lost when nobody listens at that moment, so a stream listens (trial A6).
+    kinds = ("MAX_DELIVERIES", "MSG_TERMINATED")
+    advisories = _stream(ADVISORIES, [f"{_ADVISORY}.{kind}.{JOBS}.>" for kind in kinds], s, 64 * MIB, 7 * DAY)
+    workers = _stream(WORKERS, [f"$KV.{fleet.BUCKET}.>"], s, 16 * MIB, ANNOUNCE_TTL)
+    return [
+        jobs | {"retention": "workqueue"},
+        chunks | {"storage": "memory", "discard": "old", "max_msgs_per_subject": settings.stream_max_chunks},
+        results,
+        dead,
+        # One mark per job is enough, and the newest counts.
+        cancel | {"discard": "old", "max_msgs_per_subject": 1},
+        advisories | {"discard": "old"},
+        # As ADR-8 lays out a bucket, so that `nats kv` reads it.
+        workers
+        | {"storage": "memory", "max_msgs_per_subject": 1, "allow_rollup_hdrs": True, "deny_delete": True},
+    ]
+
+
+def job_consumer(
+    subjects: Subjects, model: str, job_class: JobClass, *, ack_wait: float, max_deliver: int
+) -> dict[str, Any]:
+    """The durable consumer of one model and class, shared by all its workers."""
+    return _consumer(
+        durable(model, job_class),
+        subjects.jobs_of(model, job_class),
+        ack_wait=ack_wait,
+        max_deliver=max_deliver,
+    )
+
+
+def reaper_consumer() -> dict[str, Any]:
+    """The durable consumer of advisories about jobs that used up their attempts."""
+    return _consumer(REAPER, f"{_ADVISORY}.MAX_DELIVERIES.{JOBS}.>", ack_wait=30.0, max_deliver=UNLIMITED)
+
+
+def durable(model: str, job_class: JobClass) -> str:
+    """The name of the durable consumer of a model and class; the server takes 255 characters."""
+    name = f"{escape(model)}-{job_class}"
+    if len(name) <= 200:
+        return name
+    return f"{name[:150]}-{hashlib.sha256(name.encode()).hexdigest()[:24]}-{job_class}"
+
+
+def nanoseconds(seconds: float) -> int:
+    """JetStream counts time in them."""
+    return round(seconds * NANO)
+
+
+def _stream(
+    name: str, subjects: list[str], settings: StreamSettings, max_bytes: int, max_age: float
+) -> dict[str, Any]:
+    # The server refuses a window that is longer than messages live.
+    window = min(settings.duplicate_window, max_age or settings.duplicate_window)
+    return {
+        "name": name,
+        "subjects": subjects,
+        "retention": "limits",
+        "storage": "file",
+        "discard": "new",
+        "max_bytes": max_bytes,
+        "max_age": nanoseconds(max_age),
+        "max_msgs": UNLIMITED,
+        "max_msgs_per_subject": UNLIMITED,
+        "max_msg_size": UNLIMITED,
+        "max_consumers": UNLIMITED,
+        "num_replicas": settings.replicas,
+        "duplicate_window": nanoseconds(window),
+        "allow_direct": True,
+    }
+
+
+def _consumer(name: str, subject: str, *, ack_wait: float, max_deliver: int) -> dict[str, Any]:
+    return {
+        "durable_name": name,
+        "filter_subject": subject,
+        "deliver_policy": "all",
+        "replay_policy": "instant",
+        "ack_policy": "explicit",
+        "ack_wait": nanoseconds(ack_wait),
+        "max_deliver": max_deliver,
+        "max_ack_pending": MAX_ACK_PENDING,
+        "max_waiting": MAX_WAITING,
+    }
