@@ -22,6 +22,7 @@ from schemas.answers import (
     Usage,
 )
 from schemas.errors import (
+    AttemptsExhausted,
     BusUnavailable,
     CallerError,
     Cancelled,
@@ -68,6 +69,7 @@ from schemas.subjects import JobAddress, JobClass, JobKey, Kind, RequestAddress,
 
 __all__ = [
     "AnyRequest",
+    "AttemptsExhausted",
     "Bootstrap",
     "BusUnavailable",
     "CallerError",

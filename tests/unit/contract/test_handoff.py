@@ -1,0 +1,72 @@
+"""Hand-offs: prefill takes them from peers, and trusts none with an id that could end others' work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from schemas import codec
+from schemas.errors import InvalidRequest
+from schemas.fleet import Signature
+from schemas.handoff import Abort, Prefill, ToPrefill
+
+RID = "0123456789abcdef" * 2
+SIGNATURE = Signature(
+    model="m",
+    dtype="float32",
+    kv_dtype="float32",
+    page_size=1,
+    layers=2,
+    kv_heads=2,
+    head_dim=32,
+    tp=1,
+    dp=1,
+    pp=1,
+    backend="nixl",
+)
+PREFILL = Prefill(
+    rid=RID,
+    room=2**63 - 1,
+    token_ids=[1, 2],
+    sampling={"temperature": 0.0},
+    worker="d1",
+    job="j1",
+    signature=SIGNATURE,
+    timeout=30.0,
+)
+
+
+def sent(message: Any) -> Any:
+    return codec.decode(codec.encode(message, codec.MSGPACK), ToPrefill, codec.MSGPACK)  # type: ignore[arg-type]
+
+
+def test_a_hand_off_survives_the_wire() -> None:
+    assert sent(PREFILL) == PREFILL
+    assert sent(Abort(rid=RID)) == Abort(rid=RID)
+
+
+@pytest.mark.parametrize("rid", ["", "0", RID[:-1], RID + "0", RID + "\n", RID.upper(), "*" * 32])
+def test_an_id_of_another_length_or_alphabet_is_refused_c2(rid: str) -> None:
+    """SGLang aborts every request whose id begins with the one given: an empty one would end them all."""
+    with pytest.raises(InvalidRequest) as caught:
+        sent(Abort(rid=rid))
+    assert caught.value.param == "rid"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("room", -1),
+        ("room", 2**63),
+        ("token_ids", []),
+        ("token_ids", [-1]),
+        ("timeout", 0.0),
+        ("timeout", float("nan")),
+    ],
+)
+def test_a_hand_off_out_of_range_is_refused(field: str, value: Any) -> None:
+    changed = codec.decode(codec.encode(PREFILL, codec.MSGPACK), dict, codec.MSGPACK) | {field: value}
+    with pytest.raises(InvalidRequest) as caught:
+        sent(changed)
+    assert (caught.value.param or "").startswith(field)

@@ -1,0 +1,87 @@
+"""What may be imported without what: a client has no torch, and the contract has nothing but msgspec."""
+
+from __future__ import annotations
+
+import importlib.resources
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+import schemas
+from schemas.errors import BY_CODE
+
+HEAVY = ("torch", "sglang", "nixl", "transformers", "numpy")
+NETWORK = ("nats", "nkeys")
+TERMINAL = ("click", "rich", "structlog")
+
+
+@pytest.mark.parametrize(
+    ("module", "forbidden"),
+    [
+        ("schemas", (*HEAVY, *NETWORK, *TERMINAL, "workers")),
+        ("schemas.export", (*HEAVY, *NETWORK, *TERMINAL, "workers")),
+        ("workers.client", HEAVY),
+        ("workers.engine.interface", (*HEAVY, *NETWORK)),
+        ("workers.engine.scripted", (*HEAVY, *NETWORK)),
+    ],
+)
+def test_importing_one_does_not_import_the_other(module: str, forbidden: tuple[str, ...]) -> None:
+    code = f"import sys, {module}; print(*sorted(m for m in {forbidden!r} if m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == []
+
+
+def test_the_contract_needs_msgspec_alone() -> None:
+    code = (
+        "import sys; before = set(sys.modules); import schemas; "
+        "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", _with_path(code)], check=True, capture_output=True, text=True
+    )
+    # msgspec itself looks for typing_extensions.
+    assert set(done.stdout.split()) - {"typing_extensions"} == {"msgspec", "schemas"}
+
+
+def _with_path(code: str) -> str:
+    """`-S` keeps out what `.pth` files import; the paths themselves are still needed."""
+    return f"import sys; sys.path[:] = {sys.path!r}; {code}"
+
+
+def test_the_public_surface_is_sorted_and_is_there() -> None:
+    assert list(schemas.__all__) == sorted(schemas.__all__)
+    assert all(hasattr(schemas, name) for name in schemas.__all__)
+    assert len(set(schemas.__all__)) == len(schemas.__all__)
+
+
+def test_every_error_is_part_of_the_public_surface() -> None:
+    abstract = {"InferbusError"}
+    assert {kind.__name__ for kind in BY_CODE.values()} | abstract <= set(schemas.__all__)
+
+
+def test_the_public_surface_is_what_it_was() -> None:
+    """A name that leaves breaks somebody's client: change this list knowingly."""
+    assert " ".join(schemas.__all__) == PUBLIC
+
+
+PUBLIC = (
+    "AnyRequest AttemptsExhausted Bootstrap BusUnavailable CallerError Cancelled Capacity "
+    "ChatRequest CompletionRequest ContextLengthExceeded Continuation DeadlineExceeded Draining "
+    "Ended EngineFailed ErrorAnswer ErrorBody FinishReason InferbusError InfrastructureError "
+    "InternalError InvalidReplySubject InvalidRequest InvalidSubject JobAddress JobClass JobKey Kind "
+    "Load ModelNotFound NoWorker NotSupported Overloaded PayloadTooLarge PrefillFailed "
+    "PrefillUnavailable PromptTokensDetails Request RequestAddress Retrying Role Sampling Signature "
+    "State Status StreamOptions Subjects TextAnswer TextChunk TokenAnswer TokenChoice TokenChunk "
+    "TokenLogprobs TokenRequest TopLogprob TransferFailed UndecodableBody UnsupportedContentType "
+    "Usage WorkerError WorkerInfo WrongKind codec escape handoff headers limits parse read unescape"
+)
+
+
+def test_type_hints_are_shipped() -> None:
+    for package in ("schemas", "workers"):
+        spec = importlib.util.find_spec(package)
+        assert spec is not None
+        assert spec.submodule_search_locations is not None
+        assert importlib.resources.files(package).joinpath("py.typed").is_file()

@@ -1,0 +1,486 @@
+"""Reading request bodies: lenient where OpenAI's clients are careless, strict and named everywhere else."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from schemas import codec, limits
+from schemas.errors import (
+    CallerError,
+    InvalidRequest,
+    ModelNotFound,
+    UndecodableBody,
+    WrongKind,
+)
+from schemas.requests import TYPES, AnyRequest, ChatRequest, CompletionRequest, TokenRequest, parse, read
+from schemas.sampling import ALIASES, FIELDS
+from schemas.subjects import KINDS, Kind
+
+SECRET = "hunter2-correct-horse"
+USER = {"role": "user", "content": "a"}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+BODIES: dict[Kind, dict[str, Any]] = {
+    "tokens": {"token_ids": [1, 2]},
+    "chat": {"messages": [USER]},
+    "completions": {"prompt": "a"},
+}
+
+
+def tokens(**fields: Any) -> TokenRequest:
+    request = parse("tokens", {"token_ids": [1, 2]} | fields)
+    assert isinstance(request, TokenRequest)
+    return request
+
+
+def chat(*messages: Any, **fields: Any) -> ChatRequest:
+    request = parse("chat", {"messages": list(messages)} | fields)
+    assert isinstance(request, ChatRequest)
+    return request
+
+
+def completion(prompt: Any = "a", **fields: Any) -> CompletionRequest:
+    request = parse("completions", {"prompt": prompt} | fields)
+    assert isinstance(request, CompletionRequest)
+    return request
+
+
+def refused(kind: Kind, fields: dict[str, Any]) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(kind, BODIES[kind] | fields)
+    return caught.value
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_null_means_the_default_for_every_field_f11(kind: Kind) -> None:
+    names = {*TYPES[kind].__struct_fields__, *FIELDS, *ALIASES} - set(BODIES[kind])
+    nested = ("sampling_params", "sampling_options", "stop_conditions", "functions", "no_such_field")
+    bare = parse(kind, BODIES[kind])
+    assert parse(kind, BODIES[kind] | dict.fromkeys((*names, *nested))) == bare
+
+
+@pytest.mark.parametrize("place", ["sampling_params", "sampling_options", "stop_conditions"])
+def test_null_means_the_default_inside_nested_objects_f11(place: str) -> None:
+    nulls = dict.fromkeys([*FIELDS, *ALIASES, "use_beam_search"])
+    assert parse("tokens", {"token_ids": [1], place: nulls}) == parse("tokens", {"token_ids": [1]})
+
+
+@pytest.mark.parametrize(
+    "name", ["max_tokens", "max_completion_tokens", "max_new_tokens", "seed", "n", "top_k"]
+)
+def test_a_number_without_a_fraction_is_an_integer_f11(name: str) -> None:
+    request = read("tokens", b'{"token_ids":[1],"%s":16.0}' % name.encode())
+    value = request.sampling.given()[ALIASES.get(name, name)]
+    assert value == 16
+    assert type(value) is int
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", [True, "16", 16.5, [], {}])
+def test_what_is_no_integer_is_no_max_tokens_f11(kind: Kind, value: Any) -> None:
+    error = refused(kind, {"max_tokens": value})
+    assert error.param == "max_tokens"
+    assert "max_tokens" in error.message
+
+
+def test_token_ids_are_not_taken_from_floats() -> None:
+    """Floats of 32 bits lose ids beyond 2**24: better to refuse than to answer another prompt."""
+    assert refused("tokens", {"token_ids": [1, 16.0]}).param == "token_ids[1]"
+
+
+def test_the_last_of_two_equal_keys_counts_f11() -> None:
+    request = read("completions", b'{"prompt":"a","prompt":"b","max_tokens":1,"max_tokens":2}')
+    assert isinstance(request, CompletionRequest)
+    assert (request.prompt, request.sampling.max_new_tokens) == ("b", 2)
+
+
+def test_an_unknown_field_is_named_in_a_warning_and_does_no_harm_f11() -> None:
+    request = chat(
+        USER, functions=[], function_call="auto", stream_options={"x": 1}, sampling_params={"y": 2}
+    )
+    assert request.warnings == [
+        "unknown field 'functions' ignored",
+        "unknown field 'function_call' ignored",
+        "unknown field 'stream_options.x' ignored",
+        "unknown field 'sampling_params.y' ignored",
+    ]
+
+
+@pytest.mark.parametrize("name", ["sampling", "warnings", "kind", "streams"])
+def test_what_only_the_structs_know_cannot_be_set_from_outside(name: str) -> None:
+    request = tokens(**{name: {"top_p": 0.1}})
+    assert request == tokens() or request.warnings == [f"unknown field '{name}' ignored"]
+    assert request.sampling == tokens().sampling
+
+
+def test_warnings_are_bounded_in_number_and_length() -> None:
+    request = tokens(**{f"{i:03}" + "x" * 10_000: 1 for i in range(100)})
+    assert len(request.warnings) == limits.WARNINGS + 1
+    assert request.warnings[-1] == f"and {100 - limits.WARNINGS} more"
+    assert max(map(len, request.warnings)) < 2 * limits.NAME_CHARS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("other", KINDS)
+def test_a_body_of_another_kind_is_refused_f10(kind: Kind, other: Kind) -> None:
+    if kind == other:
+        assert parse(kind, BODIES[other]).kind == kind
+    else:
+        with pytest.raises(WrongKind, match=other):
+            parse(kind, BODIES[other])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_body_without_its_essential_field_is_refused_f10(kind: Kind) -> None:
+    essential = next(iter(BODIES[kind]))
+    with pytest.raises(InvalidRequest) as caught:
+        parse(kind, {"max_tokens": 1})
+    assert caught.value.param == essential
+
+
+def test_a_body_that_names_another_model_than_the_subject_is_refused() -> None:
+    with pytest.raises(ModelNotFound) as caught:
+        parse("tokens", {"token_ids": [1], "model": SECRET}, model="m")
+    assert caught.value.param == "model"
+    assert SECRET not in caught.value.message
+    assert parse("tokens", {"token_ids": [1], "model": "m"}, model="m").model == "m"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        pytest.param([USER, {"role": "assistant", "content": ""}, USER], id="F13-empty-assistant-content"),
+        pytest.param(
+            [USER, {"role": "assistant", "tool_calls": [CALL]}], id="F14-tool-calls-without-content"
+        ),
+        pytest.param(
+            [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}],
+            id="F14-tool-calls-null-content",
+        ),
+        pytest.param(
+            [{"role": "assistant", "function_call": {"name": "f", "arguments": ""}}], id="F14-legacy"
+        ),
+        pytest.param([{"role": "assistant", "content": None, "refusal": "no"}], id="F14-refusal"),
+        pytest.param([{"role": "user", "content": [{"type": "text", "text": "hi"}]}], id="F15-parts"),
+        pytest.param([{"role": "user", "content": []}], id="F15-no-parts"),
+        pytest.param([{"role": "user", "content": ""}], id="F13-empty-user-content"),
+        pytest.param([{"role": "User", "content": "a"}], id="role-in-capitals-as-sglang-takes-it"),
+        pytest.param([{"role": "tool", "content": "x", "tool_call_id": "c1"}], id="tool"),
+    ],
+)
+def test_messages_that_clients_send_are_taken(messages: list[Any]) -> None:
+    assert chat(*messages).messages == messages
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        pytest.param([], "messages", id="F16-none"),
+        pytest.param([{}], "messages[0].role", id="F16-no-role"),
+        pytest.param([None], "messages[0]", id="F16-null"),
+        pytest.param("x", "messages", id="F16-text"),
+        pytest.param({}, "messages", id="F16-object"),
+        pytest.param([USER, {"role": "user"}], "messages[1].content", id="F23-no-content"),
+        pytest.param([{"role": "user", "content": None}], "messages[0].content", id="F23-null-content"),
+        pytest.param([{"role": "assistant"}], "messages[0].content", id="F14-assistant-with-nothing"),
+        pytest.param([{"role": "assistant", "tool_calls": []}], "messages[0].content", id="F14-no-calls"),
+        pytest.param(
+            [{"role": "assistant", "tool_calls": "x"}], "messages[0].tool_calls", id="F14-text-calls"
+        ),
+        pytest.param([{"role": "user", "content": 5}], "messages[0].content", id="F15-number"),
+        pytest.param([{"role": "user", "content": [5]}], "messages[0].content[0]", id="F15-part-number"),
+        pytest.param(
+            [{"role": "user", "content": [{"text": "a"}]}],
+            "messages[0].content[0]",
+            id="F15-part-without-type",
+        ),
+        pytest.param(
+            [{"role": "user", "content": [{"type": "text", "text": 5}]}],
+            "messages[0].content[0].text",
+            id="F15-text-number",
+        ),
+        pytest.param([{"role": [SECRET], "content": "a"}], "messages[0].role", id="role-list"),
+        pytest.param([{"role": {SECRET: 1}, "content": "a"}], "messages[0].role", id="role-object"),
+        pytest.param([{"role": SECRET, "content": "a"}], "messages[0].role", id="role-unknown"),
+    ],
+)
+def test_messages_that_make_no_sense_are_refused_by_name(messages: Any, param: str) -> None:
+    error = refused("chat", {"messages": messages})
+    assert error.param == param
+    assert param in error.message
+    assert SECRET not in error.message
+
+
+def test_messages_beyond_the_limit_are_refused_f3() -> None:
+    assert refused("chat", {"messages": [USER] * (limits.MESSAGES + 1)}).param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "read_as"),
+    [("a", "a"), ([1, 2], [1, 2]), (["a"], "a"), ([[1, 2]], [1, 2])],
+    ids=["text", "ids", "text-in-a-list", "ids-in-a-list"],
+)
+def test_one_prompt_is_taken_in_every_shape(prompt: Any, read_as: Any) -> None:
+    assert completion(prompt).prompt == read_as
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["", [], [[]], [""], ["a", "b"], [[1], [2]], 1, {}, [True], [-1], [2**31], [1, "a"], [["a"]]],
+    ids=repr,
+)
+def test_anything_else_is_no_prompt(prompt: Any) -> None:
+    error = refused("completions", {"prompt": prompt})
+    assert (error.param or "").startswith("prompt")
+
+
+def test_many_prompts_are_refused_and_the_message_says_why() -> None:
+    assert "one text" in refused("completions", {"prompt": ["a", "b"]}).message
+
+
+@pytest.mark.parametrize(
+    "ids", [[], [-1], [2**31], [2**63], [2**64], [10**30], [True], ["1"], [None], 1, "1"], ids=repr
+)
+def test_token_ids_that_no_vocabulary_has_are_refused_f2(ids: Any) -> None:
+    assert (refused("tokens", {"token_ids": ids}).param or "").startswith("token_ids")
+
+
+def test_suffix_is_refused_and_not_passed_over() -> None:
+    assert completion(suffix="").suffix == ""
+    assert refused("completions", {"suffix": "x"}).param == "suffix"
+
+
+def test_best_of_and_response_format_of_completions() -> None:
+    request = completion(best_of=3, response_format={"type": "json_object"})
+    assert request.response_format == {"type": "json_object"}
+    assert request.warnings == ["unknown field 'best_of' ignored"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "param"),
+    [
+        ("completions", {"logprobs": 21}, "logprobs"),
+        ("completions", {"logprobs": -1}, "logprobs"),
+        ("completions", {"logprobs": True}, "logprobs"),
+        ("chat", {"logprobs": 5}, "logprobs"),
+        ("chat", {"top_logprobs": 21}, "top_logprobs"),
+        ("tokens", {"logprobs": True, "top_logprobs": 2**70}, "top_logprobs"),
+        ("tokens", {"top_logprobs": 1}, "top_logprobs"),
+        ("tokens", {"priority": 2**63}, "priority"),
+        ("chat", {"stream": "true"}, "stream"),
+        ("chat", {"stream": 1}, "stream"),
+        ("chat", {"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ("chat", {"tools": [1]}, "tools[0]"),
+        ("tokens", {"sampling_params": []}, "sampling_params"),
+        (
+            "tokens",
+            {"stop_conditions": {"stop_token_ids_hidden": 5}},
+            "stop_conditions.stop_token_ids_hidden",
+        ),
+    ],
+)
+def test_a_field_of_the_wrong_type_or_range_is_named(kind: Kind, fields: dict[str, Any], param: str) -> None:
+    error = refused(kind, fields)
+    assert error.param == param
+    assert param in error.message
+
+
+def nested(depth: int, opening: str, closing: str) -> bytes:
+    return f'{{"token_ids":[1],"x":{opening * depth}1{closing * depth}}}'.encode()
+
+
+@pytest.mark.parametrize("depth", [limits.NESTING_DEPTH, 200, 900, 1_500, 100_000])
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")], ids=["arrays", "objects"])
+def test_deep_nesting_is_refused(depth: int, opening: str, closing: str) -> None:
+    with pytest.raises(UndecodableBody, match="nested"):
+        read("tokens", nested(depth, opening, closing))
+
+
+@pytest.mark.parametrize("depth", [limits.NESTING_DEPTH, 1_500, 100_000])
+def test_deep_nesting_is_refused_in_messagepack(depth: int) -> None:
+    body = b"\x82\xa9token_ids\x91\x01\xa1x" + b"\x91" * depth + b"\x01"
+    with pytest.raises(UndecodableBody, match="nested"):
+        read("tokens", body, content_type=codec.MSGPACK)
+
+
+def test_moderate_nesting_is_taken() -> None:
+    assert read("tokens", nested(limits.NESTING_DEPTH - 1, "[", "]")).kind == "tokens"
+
+
+def test_a_body_of_very_many_containers_is_refused_f3() -> None:
+    body = b'{"token_ids":[1],"x":[' + b"[]," * limits.CONTAINERS + b"1]}"
+    with pytest.raises(UndecodableBody, match="objects and arrays"):
+        read("tokens", body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b"{", id="cut-off"),
+        pytest.param(b'{"prompt":"a"} x', id="trailing"),
+        pytest.param(b'\xef\xbb\xbf{"prompt":"a"}', id="byte-order-mark"),
+        pytest.param(b'{"prompt":"\xff"}', id="F8-invalid-utf8"),
+        pytest.param(b'{"prompt":"a","\xff":1}', id="F8-invalid-utf8-key"),
+        pytest.param(b'{"prompt":"\xed\xa0\x80"}', id="F8-surrogate-bytes"),
+        pytest.param(rb'{"prompt":"\ud800"}', id="F8-lone-surrogate"),
+        pytest.param(rb'{"prompt":"a","\udfff":1}', id="F8-lone-surrogate-key"),
+        pytest.param(b'{"prompt":"a","temperature":NaN}', id="F7-NaN"),
+        pytest.param(b'{"prompt":"a","temperature":1e400}', id="F7-infinite"),
+        pytest.param(b'{"prompt":"a","seed":' + b"9" * 5000 + b"}", id="5000-digits"),
+        pytest.param(b"[]", id="array"),
+        pytest.param(b'"a"', id="text"),
+        pytest.param(b"null", id="null"),
+    ],
+)
+def test_what_is_no_json_object_is_undecodable(body: bytes) -> None:
+    with pytest.raises(UndecodableBody):
+        read("completions", body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b"\xc1", id="never-used-byte"),
+        pytest.param(b"\x81\xa6prompt\xa1\xff", id="F8-invalid-utf8"),
+        pytest.param(b"\xdf\xff\xff\xff\xff", id="4-billion-entries"),
+        pytest.param(b"\xdd\xff\xff\xff\xff", id="4-billion-items"),
+        pytest.param(b"\xdb\xff\xff\xff\xff", id="4-billion-bytes"),
+        pytest.param(b"\x81\x81\x01\x01\x01", id="object-as-key"),
+        pytest.param(b'{"prompt":"a"}', id="json"),
+    ],
+)
+def test_what_is_no_messagepack_object_is_undecodable(body: bytes) -> None:
+    with pytest.raises(UndecodableBody):
+        read("completions", body, content_type=codec.MSGPACK)
+
+
+@pytest.mark.parametrize("name", ["temperature", "max_tokens", "stop", "logit_bias", "tools", "messages"])
+@pytest.mark.parametrize(
+    "value",
+    [b"abc", msgspec.msgpack.Ext(5, b"x"), msgspec.msgpack.Ext(-1, b"\x00\x00\x00\x00")],
+    ids=["binary", "extension", "timestamp"],
+)
+def test_what_json_cannot_say_is_refused_by_name_in_messagepack(name: str, value: Any) -> None:
+    body = msgspec.msgpack.encode({"messages": [USER]} | {name: [{"a": value}]})
+    with pytest.raises(InvalidRequest) as caught:
+        read("chat", body, content_type=codec.MSGPACK)
+    assert caught.value.param == name
+
+
+def test_messagepack_timestamps_are_refused() -> None:
+    body = msgspec.msgpack.encode(
+        {"messages": [USER], "tools": [{"a": msgspec.msgpack.Ext(-1, b"\x00" * 4)}]}
+    )
+    with pytest.raises(InvalidRequest):
+        read("chat", body, content_type=codec.MSGPACK)
+
+
+@pytest.mark.parametrize("key", [None, True, 1.5, b"k"], ids=repr)
+def test_keys_that_json_cannot_have_are_refused_in_messagepack(key: Any) -> None:
+    message = codec.encode({"role": "user", "content": "a"}, codec.MSGPACK)
+    entry = codec.encode(key, codec.MSGPACK) + b"\x01"
+    body = b"\x82\xa8messages\x91" + message + b"\xa5tools\x91\x81" + entry
+    with pytest.raises(InvalidRequest) as caught:
+        read("chat", body, content_type=codec.MSGPACK)
+    assert caught.value.param == "tools"
+
+
+def test_integer_keys_become_text_in_messagepack() -> None:
+    body = msgspec.msgpack.encode({"token_ids": [1], "logit_bias": {5: 1.5}})
+    assert read("tokens", body, content_type=codec.MSGPACK).sampling.logit_bias == {"5": 1.5}
+
+
+def test_one_key_as_integer_and_as_text_is_refused_in_messagepack() -> None:
+    body = msgspec.msgpack.encode({"token_ids": [1], "logit_bias": {5: 1.5, "5": 2}})
+    with pytest.raises(InvalidRequest) as caught:
+        read("tokens", body, content_type=codec.MSGPACK)
+    assert caught.value.param == "logit_bias"
+
+
+def test_a_surrogate_pair_is_one_character() -> None:
+    request = read("completions", rb'{"prompt":"\ud83d\ude00"}')
+    assert isinstance(request, CompletionRequest)
+    assert request.prompt == "😀"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("content_type", [codec.JSON, codec.MSGPACK])
+def test_both_content_types_say_the_same(kind: Kind, content_type: str) -> None:
+    fields = BODIES[kind] | {"sampling_params": {"top_p": 0.5, "stop": ["x"]}, "seed": 2**62, "stream": True}
+    assert read(kind, codec.encode(fields, content_type), content_type=content_type) == parse(kind, fields)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+NAMES = st.sampled_from(
+    [
+        *sorted({name for struct in TYPES.values() for name in struct.__struct_fields__}),
+        *sorted({*FIELDS, *ALIASES}),
+        *("sampling_params", "sampling_options", "stop_conditions", "stop_token_ids_hidden"),
+    ]
+)
+PARTS = st.dictionaries(NAMES, JSON_VALUES, max_size=6)
+
+
+def survives(kind: Kind, body: bytes, content_type: str) -> AnyRequest | None:
+    """Reads; an error that is not the caller's, or that no answer can carry, fails."""
+    refusal: CallerError
+    try:
+        return read(kind, body, content_type=content_type)
+    except CallerError as error:
+        refusal = error
+    assert refusal.message
+    msgspec.json.encode(refusal.body())
+    return None
+
+
+@given(st.sampled_from(KINDS), st.binary(max_size=200), st.sampled_from([codec.JSON, codec.MSGPACK]))
+@example("tokens", b"[" * 100_000, codec.JSON)
+@example("tokens", b"\x91" * 100_000, codec.MSGPACK)
+@example("tokens", b"\xd6\xff\xff\xff\xff\xff", codec.MSGPACK)
+@settings(max_examples=500)
+def test_arbitrary_bytes_never_raise_outside_the_error_tree(
+    kind: Kind, body: bytes, content_type: str
+) -> None:
+    survives(kind, body, content_type)
+
+
+@given(st.sampled_from(KINDS), PARTS, PARTS, st.sampled_from([codec.JSON, codec.MSGPACK]))
+@settings(max_examples=500)
+def test_arbitrary_fields_never_raise_outside_the_error_tree(
+    kind: Kind, fields: dict[str, Any], nested_fields: dict[str, Any], content_type: str
+) -> None:
+    body = BODIES[kind] | {"sampling_params": nested_fields} | fields
+    try:
+        encoded = codec.encode(body, content_type)
+    except (OverflowError, msgspec.MsgspecError):  # an integer that the content type cannot carry
+        return
+    request = survives(kind, encoded, content_type)
+    if request is not None:
+        for value in request.sampling.given().values():
+            assert not isinstance(value, float) or math.isfinite(value)
+
+
+@given(st.sampled_from(KINDS), NAMES, st.sampled_from([codec.JSON, codec.MSGPACK]))
+@settings(max_examples=300)
+def test_neither_errors_nor_warnings_hold_what_the_caller_wrote(
+    kind: Kind, name: str, content_type: str
+) -> None:
+    for value in (SECRET, [SECRET], {"k": SECRET}, [{"k": [SECRET]}], [[SECRET]], {"1": SECRET}, [1, SECRET]):
+        body = codec.encode(BODIES[kind] | {name: value}, content_type)
+        said: list[str | None]
+        try:
+            said = list(read(kind, body, content_type=content_type, model="m").warnings)
+        except CallerError as error:
+            said = [error.message, error.param]
+        assert not any(SECRET in text for text in said if text)
