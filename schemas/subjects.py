@@ -143,11 +143,6 @@ class Subjects(msgspec.Struct, frozen=True):
         """Filter: everything of one family."""
         return f"{self.prefix}.{family}.>"
 
-    def stream_name(self, family: str) -> str:
-        """The JetStream stream of one family: `INFER_JOBS` and so on, following the prefix."""
-        first = self.prefix.upper().replace(".", "_").replace("=", "_")
-        return f"{first}_{family.upper()}"
-
     def parse_request(self, subject: str) -> RequestAddress:
         """The address in a live request's subject.
 

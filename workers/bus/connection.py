@@ -298,11 +298,11 @@ class Bus:
         data: bytes,
         headers: Mapping[str, str] | None = None,
         *,
-        once: bool = False,
+        expect: int | None = None,
         timeout: float = TIMEOUT,
     ) -> int | None:
         """See `Broker.store`."""
-        return await jetstream.store(self, subject, data, headers, once=once, timeout=timeout)
+        return await jetstream.store(self, subject, data, headers, expect=expect, timeout=timeout)
 
     async def last(self, stream: str, subject: str) -> Stored | None:
         """See `Broker.last`."""

@@ -85,7 +85,7 @@ async def store(
     data: bytes,
     headers: Mapping[str, str] | None,
     *,
-    once: bool,
+    expect: int | None,
     timeout: float,
 ) -> int | None:
     """See `Broker.store`."""
@@ -94,8 +94,8 @@ async def store(
     if own_id:
         # The same for every retry, so that one that did arrive is not stored twice.
         sent[names.MSG_ID] = secrets.token_hex(11)
-    if once:
-        sent[names.EXPECTED_LAST] = "0"
+    if expect is not None:
+        sent[names.EXPECTED_LAST] = str(expect)
     for attempt in range(RETRIES + 1):
         last_try = attempt == RETRIES
         try:
@@ -106,9 +106,9 @@ async def store(
         else:
             ack = _decoded(message, subject)
             if ack.error is None:
-                foreign = ack.duplicate and once and not own_id and attempt == 0
+                foreign = ack.duplicate and expect is not None and not own_id and attempt == 0
                 return None if foreign else ack.seq
-            if once and ack.error.err_code in WRONG_LAST_SEQUENCE:
+            if expect is not None and ack.error.err_code in WRONG_LAST_SEQUENCE:
                 return None
             if last_try or ack.error.code != 503 or ack.error.err_code in FULL:
                 raise _refused(ack.error, subject)

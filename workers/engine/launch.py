@@ -23,9 +23,9 @@ async def launch(role: Role, settings: WorkerSettings, argv: Sequence[str], scri
         InferbusError: It cannot be started; the message says why in one line.
     """
     if scripted is not None:
-        from workers.engine.scripted import ScriptedEngine
+        from workers.engine.scripted import ScriptedEngine, load
 
-        return ScriptedEngine.load(scripted, role=role, model=settings.model)
+        return ScriptedEngine(load(scripted), role=role, model=settings.model or "scripted")
     from workers.engine.sglang import SGLangEngine
 
     return SGLangEngine.launch(argv, role=role, settings=settings)

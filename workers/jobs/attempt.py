@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import time
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -69,6 +70,11 @@ class Attempts:
         worker: This worker's id.
         probe_every: See `Reply`; `probe` is set once there is such a subject.
         now: Wall clock, aware.
+
+    Attributes:
+        scopes: The attempts under way.
+        probe: Reply subject for finding out that nobody listens.
+        ended: Called with every outcome and the seconds it took.
     """
 
     def __init__(
@@ -87,6 +93,7 @@ class Attempts:
         self.probe = ""
         self._probe_every = probe_every
         self._now = now
+        self.ended: Callable[[Outcome, float], None] = lambda outcome, seconds: None
         self._listeners: dict[str, Scope] = {}
 
     def gone(self, reply: str) -> None:
@@ -98,6 +105,7 @@ class Attempts:
     async def run(self, envelope: Envelope, scope: Scope) -> Outcome:
         """One attempt; never raises `InferbusError`, since every failure is an outcome."""
         job, served, streamed = envelope.job, Served(worker=self._worker), False
+        started = time.monotonic()
         reply = Reply(self._broker, job, served)
         log.info("job.started", **facts(job))
         try:
@@ -117,7 +125,9 @@ class Attempts:
             self._listeners.pop(job.reply, None)
         if error is not None:
             body = error_body(job, error)
-        return Outcome(job=job, reply=reply, served=served, body=body, error=error, streamed=streamed)
+        outcome = Outcome(job=job, reply=reply, served=served, body=body, error=error, streamed=streamed)
+        self.ended(outcome, time.monotonic() - started)
+        return outcome
 
     def _reply(self, job: Job, served: Served) -> Reply:
         probe = "" if job.durable else self.probe

@@ -15,6 +15,7 @@ from schemas import headers
 from schemas.errors import Cancelled, InvalidSubject
 from schemas.subjects import JobKey, Subjects
 from workers.bus.interface import Broker, Stored
+from workers.bus.layout import CANCEL
 from workers.jobs.scope import Scope, Scopes
 
 log = structlog.get_logger()
@@ -49,8 +50,7 @@ class Cancels:
         Raises:
             BusUnavailable: The server did not answer.
         """
-        stream = self._subjects.stream_name("cancel")
-        return await self._broker.last(stream, self._subjects.cancel(key.owner, key.job))
+        return await self._broker.last(CANCEL, self._subjects.cancel(key.owner, key.job))
 
 
 def end(scope: Scope) -> None:

@@ -21,6 +21,7 @@ from schemas import headers
 from schemas.errors import AttemptsExhausted, BusUnavailable, CallerError, Draining, Ended, InferbusError
 from schemas.subjects import Subjects
 from workers.bus.interface import Broker, Delivery, Stored
+from workers.bus.layout import RESULTS
 from workers.jobs import cancel
 from workers.jobs.attempt import Attempts, Outcome, facts
 from workers.jobs.cancel import Cancels
@@ -159,8 +160,7 @@ class Deliveries:
         await self._broker.flush()
 
     async def _result(self, job: Job) -> Stored | None:
-        stream = self._subjects.stream_name("results")
-        return await self._broker.last(stream, self._subjects.result(job.owner, job.id))
+        return await self._broker.last(RESULTS, self._subjects.result(job.owner, job.id))
 
     def _failed(self, job: Job, error: InferbusError) -> Outcome:
         served = Served(worker=self._worker)

@@ -9,7 +9,7 @@ import msgspec
 
 from schemas import codec, headers, requests
 from schemas.errors import InvalidSubject, UnsupportedContentType
-from schemas.subjects import LIVE_OWNER, JobKey, Kind, Subjects, escape
+from schemas.subjects import LIVE_OWNER, JobClass, JobKey, Kind, Subjects, escape
 from workers.bus.interface import Stored
 
 
@@ -22,6 +22,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         model: From the subject.
         kind: From the subject.
         attempt: From 1.
+        job_class: Of a durable job; None for a live request.
         submission: Stream sequence of a durable job; None for a live request.
         arrived: When the job was stored or received.
         reply: Subject of the answer.
@@ -35,6 +36,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     kind: Kind
     attempt: int
+    job_class: JobClass | None
     submission: int | None
     arrived: dt.datetime
     reply: str
@@ -119,6 +121,7 @@ def live(
         model=address.model,
         kind=address.kind,
         attempt=1,
+        job_class=None,
         submission=None,
         arrived=message.time,
         reply=subjects.check_reply(reply, owner=LIVE_OWNER, prefixes=replies),
@@ -142,6 +145,7 @@ def durable(message: Stored, *, attempt: int, subjects: Subjects, replies: tuple
         model=address.model,
         kind=address.kind,
         attempt=attempt,
+        job_class=address.job_class,
         submission=message.sequence,
         arrived=message.time,
         reply=subjects.stream(address.owner, job_id),

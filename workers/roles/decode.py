@@ -13,13 +13,15 @@ from typing import Final
 import structlog
 
 from schemas.errors import Draining, InferbusError
+from schemas.subjects import CLASSES
 from workers.bus.connection import Bus
 from workers.bus.message import Callback, Message
 from workers.bus.pull import JobQueue
 from workers.bus.registry import Registry
+from workers.bus.services import Endpoint
 from workers.config import WorkerSettings
 from workers.engine.interface import Engine
-from workers.jobs.attempt import Attempts
+from workers.jobs.attempt import Attempts, Outcome
 from workers.jobs.cancel import Cancels
 from workers.jobs.delivery import Deliveries
 from workers.jobs.job import Envelope
@@ -86,6 +88,16 @@ class Decode:
             replies=settings.reply_prefixes,
             worker=settings.worker,
         )
+        model = engine.info.model
+        self.endpoints = (
+            Endpoint("requests", bus.subjects.requests_of(model), queue=QUEUE_GROUP),
+            *(
+                Endpoint(name, bus.subjects.jobs_of(model, name))
+                for name in CLASSES
+                if name in settings.classes
+            ),
+        )
+        self._attempts.ended = self._count
         self._live = LiveIntake(
             self._join,
             self._attempts,
@@ -134,8 +146,12 @@ class Decode:
 
     async def _join(self, callback: Callback) -> Subscription:
         """All kinds: a kind that this model cannot serve deserves a better answer than silence."""
-        subject = self._bus.subjects.requests_of(self._engine.info.model)
-        return await self._bus.subscribe(subject, callback, queue=QUEUE_GROUP)
+        return await self._bus.subscribe(self.endpoints[0].subject, callback, queue=QUEUE_GROUP)
+
+    def _count(self, outcome: Outcome, seconds: float) -> None:
+        name = outcome.job.job_class or "requests"
+        endpoint = next(each for each in self.endpoints if each.name == name)
+        endpoint.record(seconds, outcome.error.code if outcome.error else None)
 
     def _cancel_arrived(self, message: Message) -> None:
         self._tasks.start(self._cancels.arrived(message.subject))

@@ -188,28 +188,37 @@ class JobIntake:
         self._deliveries = deliveries
         self._tasks = tasks
         self._slots = slots
-        self._pulling: asyncio.Task[None] | None = None
+        self._draining = asyncio.Event()
 
     async def run(self) -> None:
         """Pulls until `drain`."""
-        self._pulling = asyncio.current_task()
-        with suppress(asyncio.CancelledError):
-            while True:
-                await self._slots.take_job()
-                try:
-                    delivery = await self._queue.take()
-                except BaseException:
-                    self._slots.free()
-                    raise
-                self._tasks.start(self._serve(delivery))
+        while not self._draining.is_set():
+            await self._first(self._slots.room.wait())
+            pulling = asyncio.create_task(self._queue.take())
+            await self._first(pulling, self._slots.no_room.wait())
+            if not pulling.done():
+                # What crosses with this is kept by the queue for the next one who asks.
+                pulling.cancel()
+            with suppress(asyncio.CancelledError, Draining):
+                self._tasks.start(self._serve(await pulling))
 
     async def drain(self) -> None:
         """Takes nothing more; hands back what has not started."""
-        if self._pulling is not None:
-            self._pulling.cancel()
+        self._draining.set()
         await self._queue.stop()
 
+    async def _first(self, *conditions: Awaitable[Any]) -> None:
+        """Waits for any of these, or for the end."""
+        waiting = [asyncio.ensure_future(each) for each in (*conditions, self._draining.wait())]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each, condition in zip(waiting, (*conditions, None), strict=True):
+                if each is not condition:
+                    each.cancel()
+
     async def _serve(self, delivery: Delivery) -> None:
+        await self._slots.take_job()
         try:
             await self._deliveries.handle(delivery)
         finally:

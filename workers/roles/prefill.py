@@ -22,6 +22,7 @@ from schemas.errors import (
 from schemas.subjects import LIVE_OWNER
 from workers.bus.connection import Bus
 from workers.bus.message import Message
+from workers.bus.services import Endpoint
 from workers.engine.interface import Delta, Engine, Leg, Rendezvous
 from workers.roles.program import finished_within
 from workers.roles.slots import Slots
@@ -51,14 +52,15 @@ class Prefill:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._aborted: set[str] = set()
         self._draining = False
+        subject = bus.subjects.prefill(engine.info.model, worker)
+        self.endpoints = (Endpoint("prefill", subject),)
 
     def slots_changed(self) -> None:
         """Nothing depends on it here: decode workers see the load in the registry, and a refusal at once."""
 
     async def start(self) -> None:
         """Begins to take hand-offs."""
-        subject = self._bus.subjects.prefill(self._engine.info.model, self._worker)
-        await self._bus.subscribe(subject, self._received)
+        await self._bus.subscribe(self.endpoints[0].subject, self._received)
 
     async def drain(self, *, grace: float, hurry: asyncio.Event) -> None:
         """Refuses hand-offs, lets what runs finish within `grace` seconds, aborts the rest."""
@@ -136,8 +138,8 @@ class Prefill:
             log.info("handoff.done", job=request.job, decode=request.worker, seconds=answer.seconds)
         except TimeoutError:
             answer = self._failed(request, PrefillFailed("the decode engine never came for the cache"))
-        except InferbusError as error:
-            answer = self._failed(request, error)
+        except InferbusError as problem:
+            answer = self._failed(request, problem)
         except asyncio.CancelledError:
             if request.rid not in self._aborted:
                 raise
@@ -150,6 +152,8 @@ class Prefill:
             self._aborted.discard(request.rid)
             self._running.pop(request.rid, None)
             self._slots.free()
+        code = answer.error.code if isinstance(answer, handoff.Failed) else None
+        self.endpoints[0].record(time.monotonic() - started, code)
         self._answer(reply, answer)
 
     async def _compute(self, request: handoff.Prefill) -> Delta | None:

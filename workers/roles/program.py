@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
+
+from workers.bus.services import Endpoint
 
 
 class Program(Protocol):
     """Prefill, decode or both, between start and drain."""
+
+    @property
+    def endpoints(self) -> Sequence[Endpoint]:
+        """What it serves, for `nats micro`."""
+        ...
 
     def slots_changed(self) -> None:
         """To be called whenever a slot was taken or freed."""

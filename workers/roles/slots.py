@@ -10,21 +10,29 @@ from collections.abc import Callable
 class Slots:
     """A fixed number of slots, some of them kept for live requests.
 
-    A durable job can wait in its queue and a live request cannot, so jobs leave
-    a share of the slots alone, and a live request may take any.
+    A durable job can wait in its queue and a live request cannot, so jobs leave a share of the slots alone,
+    and a live request may take any.
 
     Args:
         total: At least 1.
         live_share: Share of the slots that jobs leave alone; one slot always remains for them.
         changed: Called whenever the number of free slots did.
+
+    Attributes:
+        total: See above.
+        busy: Slots in use.
+        room: Set while there is a slot for a job.
+        no_room: Set while there is none.
     """
 
     def __init__(self, total: int, *, live_share: float, changed: Callable[[], None] = lambda: None) -> None:
         self.total = total
         self.busy = 0
-        self._for_jobs = max(1, total - math.floor(total * live_share))
         self.changed = changed
-        self._waiting: list[asyncio.Future[None]] = []
+        self.room = asyncio.Event()
+        self.no_room = asyncio.Event()
+        self._for_jobs = max(1, total - math.floor(total * live_share))
+        self._set(0)
 
     @property
     def full(self) -> bool:
@@ -41,13 +49,7 @@ class Slots:
     async def take_job(self) -> None:
         """Takes a slot for a durable job as soon as there is one to spare."""
         while self.busy >= self._for_jobs:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append(waiter)
-            try:
-                await waiter
-            finally:
-                if waiter in self._waiting:
-                    self._waiting.remove(waiter)
+            await self.room.wait()
         self._set(self.busy + 1)
 
     def free(self) -> None:
@@ -56,8 +58,7 @@ class Slots:
 
     def _set(self, busy: int) -> None:
         self.busy = busy
-        if busy < self._for_jobs:
-            for waiter in self._waiting:
-                if not waiter.done():
-                    waiter.set_result(None)
+        gained, lost = (self.room, self.no_room) if busy < self._for_jobs else (self.no_room, self.room)
+        gained.set()
+        lost.clear()
         self.changed()

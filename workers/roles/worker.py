@@ -23,6 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import structlog
 
 from schemas.errors import BusUnavailable, InferbusError
@@ -30,6 +31,7 @@ from schemas.fleet import Load, Role, State, WorkerInfo
 from workers.bus.connection import Bus
 from workers.bus.pull import JobQueue
 from workers.bus.registry import Registry
+from workers.bus.services import Service
 from workers.bus.streams import job_queue, provision
 from workers.config import Settings
 from workers.engine.interface import Engine
@@ -121,7 +123,8 @@ class _Worker:
             await program.start()
             await registry.announce("ready")
             log.info("worker.ready", model=info.model, slots=slots.total, engine=info.name)
-            code = await self._until_stopped(bus, engine)
+            async with self._service(bus, described, program):
+                code = await self._until_stopped(bus, engine)
             if code == EXIT_OK:
                 await registry.announce("draining")
                 log.info("worker.draining", busy=slots.busy)
@@ -137,6 +140,19 @@ class _Worker:
         queue: JobQueue = await job_queue(bus, engine.info.model, settings)
         fleet = registry if self._role == "decode" else None
         return Decode(bus, engine, fleet, queue, settings=settings, slots=slots)
+
+    def _service(self, bus: Bus, info: WorkerInfo, program: Program) -> Service:
+        capacity = msgspec.to_builtins(info.capacity) if info.capacity else {}
+        metadata = {"role": info.role, "model": info.model, "engine": info.engine}
+        return Service(
+            bus,
+            name=f"inferbus-{info.role}",
+            id=info.worker,
+            version=info.version,
+            description=f"{info.role} worker of {info.model}",
+            metadata=metadata | {name: str(value) for name, value in capacity.items()},
+            endpoints=program.endpoints,
+        )
 
     async def _until_stopped(self, bus: Bus, engine: Engine) -> int:
         """Waits for a signal, the end of the connection, or an engine that answers no more."""
