@@ -1,0 +1,65 @@
+# Every target sets up .venv by itself, from nothing but Python 3.11 or 3.12, bash and make.
+# A GPU is used where there is one; INFERBUS_CPU=1 says to leave it alone.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+BIN := .venv/bin
+# More options for pytest: make test PYTEST_ARGS="-k handoff"
+PYTEST_ARGS ?=
+
+.PHONY: help
+help: ## show this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r name text; do \
+		printf '  make %-8s %s\n' "$$name" "$$text"; done
+
+.PHONY: env
+env:
+	@scripts/bootstrap
+
+.PHONY: dev
+dev:
+	@scripts/bootstrap dev
+
+.PHONY: demo
+demo: env ## the main job on this machine: NATS, a prefill and a decode worker, three requests
+	@$(BIN)/python -m workers.stack.demo
+
+.PHONY: up
+up: env ## the same stack in the foreground, until Ctrl-C
+	@$(BIN)/inferbus up
+
+.PHONY: test
+test: dev lint types ## all checks and the whole test suite
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+.PHONY: lint
+lint: dev ## formatting and lint rules
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+
+.PHONY: types
+types: dev ## static types
+	$(BIN)/mypy
+
+.PHONY: fmt
+fmt: dev ## format the code
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+.PHONY: bench
+bench: env ## benchmarks; results go to benchmarks/results
+	$(BIN)/python -m benchmarks
+
+.PHONY: soak
+soak: dev ## long runs: memory and leftovers over many thousand requests
+	$(BIN)/python -m benchmarks soak
+
+.PHONY: lock
+lock: dev ## compile requirements/*.in into pinned lists; LOCK_ARGS=--upgrade moves the pins
+	@scripts/lock $(LOCK_ARGS)
+
+.PHONY: clean
+clean: ## remove the environment and every cache in this folder
+	rm -rf .venv .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
