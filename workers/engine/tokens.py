@@ -8,7 +8,7 @@ of such triples for each of them.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, AsyncIterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable
 from typing import Any, Final
 
 from schemas.answers import (
@@ -21,6 +21,7 @@ from schemas.answers import (
     Usage,
 )
 from schemas.errors import EngineFailed
+from schemas.requests import TokenRequest
 from workers.engine.interface import Delta
 
 LOWEST_LOGPROB: Final = -9999.0
@@ -30,30 +31,19 @@ LOWEST_LOGPROB: Final = -9999.0
 class TokensAnswer:
     """`workers.engine.interface.Answer` of the kind `tokens`; used once.
 
-    The chunks come with an empty `job`, attempt 0 and `seq` 0, for the caller to set.
+    The chunks come with an empty `job`, attempt 0 and `seq` 0, for the role to set.
+
+    Args:
+        request: Says whether log probabilities are sent; its warnings go with the first chunk.
+        prompt_tokens: Counted once in the usage, whatever the number of choices.
+        choices: How many legs the deltas come from.
     """
 
-    def __init__(
-        self,
-        *,
-        prompt_tokens: int,
-        choices: int = 1,
-        logprobs: bool = False,
-        top_logprobs: int = 0,
-        warnings: Sequence[str] = (),
-    ) -> None:
-        """
-        Args:
-            prompt_tokens: Counted once in the usage, whatever the number of choices.
-            choices: How many legs the deltas come from.
-            logprobs: Whether the request asked for them.
-            top_logprobs: How many alternatives it asked for.
-            warnings: Of the request; sent with the first chunk.
-        """
+    def __init__(self, request: TokenRequest, *, prompt_tokens: int, choices: int) -> None:
         self._prompt_tokens = prompt_tokens
-        self._logprobs = logprobs
-        self._top = top_logprobs
-        self._warnings = list(warnings)
+        self._logprobs = bool(request.logprobs)
+        self._top = request.top_logprobs or 0
+        self._warnings = request.warnings
         self._choices: list[TokenChoice | None] = [None] * choices
         self._token_ids: list[list[int]] = [[] for _ in range(choices)]
         self._parts: list[list[TokenLogprobs]] = [[] for _ in range(choices)]
@@ -61,7 +51,7 @@ class TokensAnswer:
         self._open = choices
 
     async def chunks(self, deltas: AsyncIterable[Delta]) -> AsyncGenerator[TokenChunk, None]:
-        """One chunk a delta; the last one of the request holds the usage.
+        """One chunk a delta that says something; the last one of the request holds the usage.
 
         Raises:
             EngineFailed: The engine broke its word: a choice ended twice or never, or log
@@ -72,6 +62,8 @@ class TokensAnswer:
         token_ids = self._token_ids
         async for delta in deltas:
             index, new = delta.index, delta.token_ids
+            if not new and delta.finish is None:
+                continue
             token_ids[index].extend(new)
             chunk = TokenChunk(job="", attempt=0, seq=0, index=index, token_ids=new)
             if not plain:

@@ -70,13 +70,7 @@ class ScriptedPrompt:
         """A fresh formatter."""
         request = self._request
         if isinstance(request, TokenRequest):
-            return TokensAnswer(
-                prompt_tokens=len(self._token_ids),
-                choices=self.choices,
-                logprobs=bool(request.logprobs),
-                top_logprobs=request.top_logprobs or 0,
-                warnings=request.warnings,
-            )
+            return TokensAnswer(request, prompt_tokens=len(self._token_ids), choices=self.choices)
         options = request.stream_options
         return TextAnswer(
             request.kind,
