@@ -29,6 +29,8 @@ from schemas.fleet import BUCKET, WorkerInfo
 from schemas.subjects import LIVE_OWNER, JobClass, Kind, escape
 from workers.bus import layout
 from workers.bus.connection import Bus
+from workers.bus.errors import NOT_FOUND, ApiError
+from workers.bus.interface import Stored
 from workers.client.durable import JobStream
 from workers.client.jobs import Job, hand_in, stop
 from workers.client.live import LiveStream
@@ -45,6 +47,9 @@ TIMEOUT: Final = 120.0
 
 CLIENTS: Final = -1.0
 """Stands for the timeout that the client was made with."""
+
+CLOSING: Final = 1.0
+"""Seconds that subscriptions may take to be left in good order before the connection is closed."""
 
 _ID: Final = re.compile(r"[!-~]+")
 
@@ -262,10 +267,10 @@ class Client:
         """Who is here, by model, role and id.
 
         Raises:
-            BusUnavailable: JetStream did not answer, or no worker was ever here.
+            BusUnavailable: JetStream did not answer.
         """
         found: dict[str, WorkerInfo] = {}
-        for stored in await self.bus.read(layout.WORKERS, f"$KV.{BUCKET}.>"):
+        for stored in await self._announcements():
             found.pop(stored.subject, None)
             if stored.data and "KV-Operation" not in stored.headers:
                 try:
@@ -281,10 +286,12 @@ class Client:
 
     async def close(self) -> None:
         """Closes the connection; streams that are still read end with an error."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSING)
         await self.bus.close()
         await self._watch
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+        for task in self._tasks:
+            task.cancel()
 
     async def __aenter__(self) -> Client:
         return self
@@ -293,6 +300,14 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    async def _announcements(self) -> list[Stored]:
+        try:
+            return await self.bus.read(layout.WORKERS, f"$KV.{BUCKET}.>")
+        except ApiError as problem:
+            if problem.status != NOT_FOUND:
+                raise
+            return []  # No worker has been here yet.
 
     def _live(
         self,

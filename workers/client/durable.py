@@ -16,7 +16,7 @@ import msgspec
 from schemas.errors import BusUnavailable
 from workers.bus import layout
 from workers.bus.connection import Bus, Subscription
-from workers.bus.errors import NotPermitted
+from workers.bus.errors import NOT_FOUND, ApiError, NotPermitted
 from workers.bus.interface import Stored
 from workers.bus.message import Message
 from workers.client.assembler import Event, Restarted
@@ -108,7 +108,7 @@ class JobStream(Stream[Chunk | Restarted]):
         return events
 
     async def _stored(self) -> list[Event]:
-        history = await self._bus.read(layout.STREAM, self._subject)
+        history = await self._history()
         if self._job.submission is None:
             newest = max((submission(stored.headers) or 0 for stored in history), default=0)
             self._job = msgspec.structs.replace(self._job, submission=newest or None)
@@ -116,6 +116,15 @@ class JobStream(Stream[Chunk | Restarted]):
         if self.outcome is None and (result := await self._results.find(self._job)) is not None:
             events += self._assembler.finish(result)
         return events
+
+    async def _history(self) -> list[Stored]:
+        try:
+            return await self._bus.read(layout.STREAM, self._subject)
+        except ApiError as problem:
+            if problem.status != NOT_FOUND:
+                raise
+            # In the server's memory alone, it goes with the server; the results do not.
+            return []
 
     async def _cancel(self) -> None:
         await stop(self._bus, self._job)

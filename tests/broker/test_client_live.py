@@ -1,0 +1,323 @@
+"""Live requests through the client, against a real server and a worker that does what the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import time
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from schemas.answers import TokenAnswer, TokenChunk
+from schemas.errors import BusUnavailable, Cancelled, InvalidRequest, NoWorker, PayloadTooLarge
+from tests.support.answers import USAGE, chat_answer
+from tests.support.eventually import eventually
+from tests.support.responder import Responder, chunks_of, read_into, responder, tokens_of
+from workers.bus.errors import NotPermitted
+from workers.client import AnswerLost, Client, Stats, TimedOut, live, text
+from workers.stack.server import NatsServer
+
+HELLO = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[NatsServer]:
+    async with NatsServer() as found:
+        yield found
+
+
+@pytest.fixture
+async def worker(server: NatsServer) -> AsyncIterator[Responder]:
+    async with responder(server.url) as found:
+        yield found
+
+
+@pytest.fixture
+async def client(server: NatsServer) -> AsyncIterator[Client]:
+    async with Client.connect(server.url, timeout=5) as found:
+        yield found
+
+
+async def test_a_chat_streams_and_tells_who_served_it(client: Client, worker: Responder) -> None:
+    stream = client.chat("m", HELLO, max_tokens=5, job_id="j", deadline=30)
+    request = await worker.request()
+    assert request.subject == "infer.request.m.chat"
+    assert json.loads(request.data) == {
+        "messages": HELLO,
+        "max_tokens": 5,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    assert request.headers == {
+        "Infer-Job-Id": "j",
+        "Content-Type": "application/json",
+        "Infer-Deadline": "30.0",
+    }
+    await worker.answer(request.reply, "Par", "is")
+    assert "".join([text(chunk) async for chunk in stream]) == "Paris"
+    assert (stream.status, stream.worker, stream.prefill_worker) == ("ok", "d1", "p1")
+    assert await stream.answer() == chat_answer("Paris")
+    stats = Stats.of(stream)
+    assert stats.completion_tokens == USAGE["completion_tokens"]
+    assert "prefill p1 → decode d1" in stats.line()
+
+
+async def test_an_answer_can_be_had_in_one_piece(client: Client, worker: Responder) -> None:
+    stream = client.chat("m", HELLO, stream=False)
+    request = await worker.request()
+    assert json.loads(request.data)["stream"] is False
+    await worker.send(request.reply, chat_answer("Paris"))
+    await worker.end(request.reply, 1)
+    assert await stream.answer() == chat_answer("Paris")
+    assert stream.worker == "d1"
+
+
+async def test_a_lost_end_mark_does_not_hide_a_whole_answer(
+    client: Client, worker: Responder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "END_GRACE", 0.05)
+    stream = client.chat("m", HELLO, stream=False)
+    await worker.send((await worker.request()).reply, chat_answer("Paris"))
+    assert await stream.answer() == chat_answer("Paris")
+    assert stream.worker is None
+
+
+async def test_tokens_come_as_structs_in_messagepack(server: NatsServer, worker: Responder) -> None:
+    async with Client.connect([server.url], content_type="application/msgpack") as client:
+        stream = client.tokens("m", [1, 2, 3])
+        request = await worker.request()
+        assert msgspec.msgpack.decode(request.data) == {"token_ids": [1, 2, 3], "stream": True}
+        sent = tokens_of([4], [5, 6])
+        await worker.send(request.reply, *sent, kind="application/msgpack")
+        await worker.end(request.reply, 2)
+        chunks = [chunk async for chunk in stream]
+        assert all(isinstance(chunk, TokenChunk) for chunk in chunks)
+        assert chunks == sent
+        answer = await stream.answer()
+        assert isinstance(answer, TokenAnswer)
+        assert answer.choices[0].token_ids == [4, 5, 6]
+
+
+async def test_completions_take_text_and_token_ids(client: Client, worker: Responder) -> None:
+    streams = [client.complete("m", "Once"), client.complete("m", (1, 2))]
+    bodies = [json.loads((await worker.request()).data)["prompt"] for _ in streams]
+    assert bodies == ["Once", [1, 2]]
+
+
+async def test_streams_side_by_side_do_not_mix(client: Client, worker: Responder) -> None:
+    first, second = client.chat("m", HELLO), client.chat("m", HELLO)
+    one, two = await worker.request(), await worker.request()
+    for a, b in zip(chunks_of("1", "1"), chunks_of("2", "2"), strict=True):
+        await worker.send(one.reply, a)
+        await worker.send(two.reply, b)
+    await worker.end(one.reply, 5)
+    await worker.end(two.reply, 5)
+    assert [await first.answer(), await second.answer()] == [chat_answer("11"), chat_answer("22")]
+
+
+async def test_without_a_worker_the_answer_is_immediate(client: Client) -> None:
+    started = time.monotonic()
+    with pytest.raises(NoWorker):
+        await client.chat("nobody", HELLO).answer()
+    assert time.monotonic() - started < 1
+
+
+async def test_an_error_raises_its_class_after_what_came_before_it(client: Client, worker: Responder) -> None:
+    stream = client.chat("m", HELLO)
+    reply = (await worker.request()).reply
+    error = {"code": "invalid_request", "message": "top_p must be at most 1", "param": "top_p"}
+    await worker.send(reply, *chunks_of("a")[:2], {"error": error, "job": "j", "attempt": 1})
+    await worker.end(reply, 3, "error")
+    seen: list[str] = []
+    with pytest.raises(InvalidRequest, match="top_p") as raised:
+        await read_into(seen, stream)
+    assert "".join(seen) == "a"
+    assert raised.value.param == "top_p"
+    assert stream.worker == "d1"
+    with pytest.raises(InvalidRequest):
+        await stream.answer()
+
+
+async def test_b5_a_lost_chunk_is_told_at_once_and_never_a_hole(client: Client, worker: Responder) -> None:
+    stream = client.chat("m", HELLO, job_id="j")
+    reply = (await worker.request()).reply
+    sent = chunks_of("a", "b", "c")
+    await worker.send(reply, sent[0], sent[1], sent[3])
+    seen: list[str] = []
+    with pytest.raises(AnswerLost):
+        await read_into(seen, stream)
+    assert "".join(seen) == "a"
+    assert (await worker.cancel()).subject == "infer.cancel.live.j"
+    with pytest.raises(AnswerLost):
+        await stream.answer()
+
+
+async def test_c8_leaving_the_loop_early_cancels(client: Client, worker: Responder) -> None:
+    stream = client.chat("m", HELLO, job_id="j")
+    await worker.send((await worker.request()).reply, *chunks_of("a", "b"))
+    async for _ in stream:
+        break
+    assert (await worker.cancel()).subject == "infer.cancel.live.j"
+    with pytest.raises(Cancelled):
+        await stream.answer()
+
+
+async def test_leaving_the_context_early_cancels(client: Client, worker: Responder) -> None:
+    async with client.chat("m", HELLO, job_id="j"):
+        await worker.request()
+    assert (await worker.cancel()).subject == "infer.cancel.live.j"
+
+
+async def test_an_exception_in_the_loop_cancels(client: Client, worker: Responder) -> None:
+    stream = client.chat("m", HELLO, job_id="j")
+    await worker.send((await worker.request()).reply, *chunks_of("a", "b"))
+
+    async def stumble() -> None:
+        async for _ in stream:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await stumble()
+    assert (await worker.cancel()).subject == "infer.cancel.live.j"
+
+
+async def test_a_cancelled_task_cancels_its_request(client: Client, worker: Responder) -> None:
+    task = asyncio.create_task(client.chat("m", HELLO, job_id="j").answer())
+    await worker.request()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (await worker.cancel()).subject == "infer.cancel.live.j"
+
+
+async def test_a_stream_that_nobody_reads_is_cancelled(client: Client, worker: Responder) -> None:
+    client.chat("m", HELLO, job_id="j")
+    gc.collect()
+    assert (await worker.cancel()).subject == "infer.cancel.live.j"
+
+
+async def test_nothing_is_left_of_streams_that_have_ended(client: Client, worker: Responder) -> None:
+    for ending in ("ok", "error", "left"):
+        stream = client.chat("m", HELLO)
+        reply = (await worker.request()).reply
+        if ending == "ok":
+            await worker.answer(reply, "a")
+            await stream.answer()
+        elif ending == "error":
+            await worker.end(reply, 0, "cancelled")
+            with pytest.raises(Cancelled):
+                await stream.answer()
+        else:
+            await stream.aclose()
+    assert len(client.bus._inboxes) == 0
+
+
+async def test_a_finished_stream_is_not_cancelled_when_it_is_left(client: Client, worker: Responder) -> None:
+    async with client.chat("m", HELLO, job_id="done") as stream:
+        await worker.answer((await worker.request()).reply, "a")
+        await stream.answer()
+    client.chat("m", HELLO, job_id="dropped")
+    gc.collect()
+    assert (await worker.cancel()).subject == "infer.cancel.live.dropped"
+
+
+async def test_cancel_ends_the_stream_quietly_with_what_was_on_its_way(
+    client: Client, worker: Responder
+) -> None:
+    stream = client.chat("m", HELLO, job_id="j")
+    reply = (await worker.request()).reply
+    await worker.send(reply, *chunks_of("a", "b")[:2])
+    await stream.cancel()
+    await worker.cancel()
+    await worker.end(reply, 2, "cancelled")
+    assert "".join([text(chunk) async for chunk in stream]) == "a"
+    assert stream.status == "cancelled"
+    with pytest.raises(Cancelled):
+        await stream.answer()
+
+
+async def test_silence_is_given_up_after_the_timeout(client: Client, worker: Responder) -> None:
+    stream = client.chat("m", HELLO, job_id="j", timeout=0.1)
+    with pytest.raises(TimedOut, match=r"0\.1 s"):
+        await stream.answer()
+    assert (await worker.cancel()).subject == "infer.cancel.live.j"
+
+
+async def test_the_timeout_is_for_silence_not_for_the_whole(client: Client, worker: Responder) -> None:
+    stream = client.chat("m", HELLO, timeout=1.5)
+    reply = (await worker.request()).reply
+    sent = chunks_of("a", "b", "c", "d")
+    started = time.monotonic()
+
+    async def slowly() -> None:
+        for chunk in sent:
+            await worker.send(reply, chunk)
+            await asyncio.sleep(0.3)
+        await worker.end(reply, len(sent))
+
+    sending = asyncio.create_task(slowly())
+    assert await stream.answer() == chat_answer("abcd")
+    await sending
+    assert time.monotonic() - started > 1.5
+
+
+async def test_b1_a_request_over_the_servers_limit_is_refused_at_once(
+    client: Client, worker: Responder
+) -> None:
+    with pytest.raises(PayloadTooLarge):
+        client.complete("m", "x" * (client.bus.max_payload + 1))
+    assert len(client.bus._inboxes) == 0
+    stream = client.chat("m", HELLO)
+    await worker.answer((await worker.request()).reply, "still here")
+    assert await stream.answer() == chat_answer("still here")
+
+
+async def test_closing_the_client_ends_its_streams(server: NatsServer, worker: Responder) -> None:
+    client = await Client.connect(server.url)
+    reading = asyncio.create_task(client.chat("m", HELLO).answer())
+    await worker.request()
+    await client.close()
+    with pytest.raises(BusUnavailable):
+        await reading
+
+
+async def test_a_request_without_permission_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "DENIED_AFTER", 0.05)
+    users = 'authorization { users: [{user: "u", password: "p", permissions: {publish: "nothing"}}] }'
+    async with NatsServer(extra=users) as server:
+        url = server.url.replace("//", "//u:p@")
+        async with Client.connect(url, timeout=3) as client:
+            with pytest.raises(NotPermitted, match=r"infer\.request\.m\.chat"):
+                await client.chat("m", HELLO).answer()
+
+
+async def test_without_a_server_connecting_says_so() -> None:
+    with pytest.raises(BusUnavailable):
+        async with Client.connect("nats://127.0.0.1:1"):
+            raise AssertionError("unreachable")
+
+
+@pytest.mark.faults
+async def test_b5_a_server_that_dies_in_mid_stream_never_leaves_a_hole(
+    server: NatsServer, worker: Responder
+) -> None:
+    async with Client.connect(server.url, timeout=10) as client:
+        stream = client.chat("m", HELLO)
+        reply = (await worker.request()).reply
+        sent = chunks_of(*"abcdefgh")
+        await worker.send(reply, *sent[:4])
+        got: list[str] = []
+        reading = asyncio.create_task(read_into(got, stream))
+        await eventually(lambda: "".join(got) == "abc")
+        await server.kill()
+        await server.restart()
+        await client.bus.until_connected()
+        await eventually(lambda: worker.nc.is_connected, within=20)
+        # What the worker sent meanwhile is gone.
+        await worker.send(reply, *sent[6:])
+        with pytest.raises(AnswerLost):
+            await reading
+        assert "".join(got) == "abc"
