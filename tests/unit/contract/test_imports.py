@@ -22,7 +22,7 @@ TERMINAL = ("click", "rich", "structlog")
     [
         ("schemas", (*HEAVY, *NETWORK, *TERMINAL, "workers")),
         ("schemas.export", (*HEAVY, *NETWORK, *TERMINAL, "workers")),
-        ("workers.client", HEAVY),
+        ("workers.client", (*HEAVY, "click")),
         ("workers.engine.interface", (*HEAVY, *NETWORK)),
         ("workers.engine.scripted", (*HEAVY, *NETWORK)),
     ],
