@@ -1,0 +1,312 @@
+"""What happens to requests and jobs when workers are stopped, killed, full, or told to stop a job."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import nats
+import pytest
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js.errors import NotFoundError
+
+from tests.support.eventually import eventually
+from tests.support.fleet import Fleet, fleet, stop
+from workers.stack.server import NatsServer
+
+pytestmark = pytest.mark.faults
+
+REQUEST = "infer.request.scripted"
+JOBS = "infer.jobs.scripted.batch.acme"
+SLOW = "[[rules]]\nlength = 40\ndelay = 0.02\n"
+ENDLESS = "[[rules]]\nlength = 30000\ndelay = 0.01\n"
+BODY = b'{"token_ids":[1,2]}'
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
+    async with NatsServer(tmp_path / "nats", sync_interval=None) as found:
+        yield found
+
+
+@pytest.fixture
+async def workers(server: NatsServer, tmp_path: Path) -> AsyncIterator[Fleet]:
+    async with fleet(server, tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+async def nc(server: NatsServer) -> AsyncIterator[Client]:
+    client = await nats.connect(server.url)
+    yield client
+    await client.close()
+
+
+class Answer:
+    """The messages of one reply subject, as they come."""
+
+    def __init__(self, nc: Client, subject: str) -> None:
+        self.nc, self.subject = nc, subject
+        self.messages: list[Msg] = []
+        self.subscription: Any = None
+
+    @classmethod
+    async def on(cls, nc: Client, subject: str) -> Answer:
+        answer = cls(nc, subject)
+
+        async def received(message: Msg) -> None:
+            answer.messages.append(message)
+
+        answer.subscription = await nc.subscribe(subject, cb=received)
+        await nc.flush()
+        return answer
+
+    @property
+    def chunks(self) -> list[dict[str, Any]]:
+        return [json.loads(message.data) for message in self.messages if message.data]
+
+    @property
+    def status(self) -> str | None:
+        ends = [message.headers for message in self.messages if not message.data]
+        return ends[0]["Infer-Status"] if ends and ends[0] else None
+
+    async def ended(self, within: float = 15.0) -> str:
+        status = await eventually(lambda: self.status, within=within, what="end mark")
+        return str(status)
+
+
+async def request(nc: Client, *, job: str | None = None) -> Answer:
+    answer = await Answer.on(nc, nc.new_inbox())
+    headers = {"Infer-Job-Id": job} if job else None
+    await nc.publish(f"{REQUEST}.tokens", BODY, reply=answer.subject, headers=headers)
+    return answer
+
+
+async def submit(nc: Client, job: str, **headers: str) -> int:
+    ack = await nc.jetstream().publish(f"{JOBS}.tokens", BODY, headers={"Nats-Msg-Id": job, **headers})
+    return ack.seq
+
+
+async def result(nc: Client, job: str, within: float = 20.0) -> Any:
+    async def stored() -> Any:
+        try:
+            return await nc.jetstream().get_last_msg("INFER_RESULTS", f"infer.results.acme.{job}")
+        except NotFoundError:
+            return None
+
+    return await eventually(stored, within=within, what=f"result of {job}")
+
+
+async def empty_queue(nc: Client) -> bool:
+    return (await nc.jetstream().stream_info("INFER_JOBS")).state.messages == 0
+
+
+async def test_sigterm_lets_a_running_job_finish_then_exits_0_a13(nc: Client, workers: Fleet) -> None:
+    worker = await workers.start("both", SLOW)
+    stream = await Answer.on(nc, "infer.stream.acme.j1")
+    await submit(nc, "j1")
+    await eventually(lambda: len(stream.chunks) >= 2)
+    assert await stop(worker) == 0
+    assert stream.status == "ok"
+    assert len(stream.chunks) == 40
+    assert await empty_queue(nc)
+
+
+async def test_sigterm_while_idle_with_an_open_pull_exits_at_once_and_hands_nothing_out(
+    nc: Client, workers: Fleet
+) -> None:
+    worker = await workers.start("both", SLOW)
+    assert await stop(worker) == 0
+    await submit(nc, "j1")
+    info = await nc.jetstream().consumer_info("INFER_JOBS", "scripted-batch")
+    assert (info.num_pending, info.num_ack_pending) == (1, 0)
+
+
+async def test_a_second_sigterm_hands_running_work_back_at_once(nc: Client, workers: Fleet) -> None:
+    worker = await workers.start("both", ENDLESS, grace=300)
+    stream, live = await Answer.on(nc, "infer.stream.acme.j1"), await request(nc)
+    await submit(nc, "j1")
+    await eventually(lambda: len(stream.chunks) > 2 and len(live.chunks) > 2)
+    worker.send_signal(signal.SIGTERM)
+    await eventually(lambda: workers.events(worker, "worker.draining"))
+    assert await stop(worker) == 0
+    assert live.chunks[-1]["error"]["code"] == "draining"
+    assert live.status == "error"
+    assert stream.chunks[-1]["retrying"]["code"] == "draining"
+    assert stream.status is None
+    other = await workers.start("both", "[[rules]]\nlength = 3\n")
+    assert (await result(nc, "j1")).headers["Infer-Attempt"] == "2"
+    assert await stop(other) == 0
+
+
+async def test_a_job_goes_on_elsewhere_when_the_grace_period_is_over(nc: Client, workers: Fleet) -> None:
+    worker = await workers.start("both", ENDLESS, grace=0.2)
+    stream = await Answer.on(nc, "infer.stream.acme.j1")
+    await submit(nc, "j1")
+    await eventually(lambda: len(stream.chunks) > 2)
+    assert await stop(worker) == 0
+    await workers.start("both", "[[rules]]\nlength = 3\n")
+    assert (await result(nc, "j1")).headers["Infer-Status"] == "ok"
+
+
+async def test_all_jobs_in_flight_finish_on_another_worker_after_sigkill_a7(
+    nc: Client, workers: Fleet
+) -> None:
+    worker = await workers.start("both", ENDLESS)
+    streams = [await Answer.on(nc, f"infer.stream.acme.j{i}") for i in range(5)]
+    for i in range(5):
+        await submit(nc, f"j{i}")
+    await eventually(lambda: all(stream.chunks for stream in streams))
+    worker.send_signal(signal.SIGKILL)
+    await worker.wait()
+    await workers.start("both", "[[rules]]\nlength = 3\n")
+    results = [await result(nc, f"j{i}") for i in range(5)]
+    assert {found.headers["Infer-Status"] for found in results} == {"ok"}
+    assert {found.headers["Infer-Attempt"] for found in results} == {"2"}
+    await eventually(lambda: empty_queue(nc))
+
+
+async def test_a_job_that_kills_every_worker_becomes_a_dead_letter_a4(nc: Client, workers: Fleet) -> None:
+    killer = '[[rules]]\n[rules.fault]\ndo = "kill"\nat = 1\n'
+    await submit(nc, "poison")
+    for _ in range(2):
+        worker = await workers.start("both", killer, ready=False, max_deliver=2, ack_wait=1)
+        assert await worker.wait() == -signal.SIGKILL
+    await workers.start("both", killer, max_deliver=2, ack_wait=1)
+    found = await result(nc, "poison")
+    assert json.loads(found.data)["error"]["code"] == "attempts_exhausted"
+    letter = await nc.jetstream().get_last_msg("INFER_DEAD", "infer.dead.scripted.tokens")
+    assert letter.data == BODY
+    assert letter.headers is not None
+    assert letter.headers["Infer-Subject"] == f"{JOBS}.tokens"
+    await eventually(lambda: empty_queue(nc))
+
+
+async def test_a_running_request_stops_when_it_is_cancelled_by_subject(nc: Client, workers: Fleet) -> None:
+    await workers.start("both", ENDLESS)
+    answer = await request(nc, job="mine")
+    await eventually(lambda: len(answer.chunks) > 2)
+    await nc.jetstream().publish("infer.cancel.live.mine", b"")
+    assert await answer.ended(within=1.0) == "cancelled"
+    await workers.idle()
+
+
+@pytest.mark.parametrize("layout", [("both",), ("prefill", "decode")], ids=["both", "pair"])
+async def test_a_request_stops_on_both_sides_when_its_caller_is_gone_b11_c8(
+    nc: Client, workers: Fleet, layout: tuple[Any, ...]
+) -> None:
+    for role in layout:
+        await workers.start(role, ENDLESS)
+    answer = await request(nc)
+    await eventually(lambda: len(answer.chunks) > 2)
+    await answer.subscription.unsubscribe()
+    await workers.idle(within=3.0)
+
+
+async def test_a_cancel_before_the_first_token_stops_both_legs_c3(nc: Client, workers: Fleet) -> None:
+    await workers.start("prefill", "[[rules]]\nfirst_delay = 60\n", prefill_timeout=100)
+    await workers.start("decode", "[[rules]]\nfirst_delay = 60\n", prefill_timeout=100)
+    answer = await request(nc, job="mine")
+    await eventually(lambda: all(worker.load.running for worker in workers.roster.workers()))
+    await nc.jetstream().publish("infer.cancel.live.mine", b"")
+    assert await answer.ended(within=1.0) == "cancelled"
+    await workers.idle(within=2.0)
+
+
+async def test_a_full_worker_leaves_the_queue_group_and_comes_back(nc: Client, workers: Fleet) -> None:
+    await workers.start("both", ENDLESS, slots=1)
+    answer = await request(nc, job="mine")
+    await eventually(lambda: answer.chunks)
+
+    async def nobody() -> bool:
+        try:
+            reply = await nc.request(f"{REQUEST}.tokens", BODY, timeout=5)
+        except nats.errors.NoRespondersError:
+            return True
+        # It was under way when the worker left.
+        assert json.loads(reply.data)["error"]["retryable"] is True
+        return False
+
+    await eventually(nobody)
+    await nc.jetstream().publish("infer.cancel.live.mine", b"")
+    await answer.ended()
+
+    async def somebody() -> bool:
+        try:
+            await nc.request(f"{REQUEST}.tokens", b"{}", timeout=5)
+        except nats.errors.NoRespondersError:
+            return False
+        return True
+
+    await eventually(somebody)
+
+
+async def test_jobs_beyond_the_slots_stay_queued_and_none_fails_a19(nc: Client, workers: Fleet) -> None:
+    await workers.start("both", "[[rules]]\nlength = 3\ndelay = 0.01\n", slots=2)
+    for i in range(50):
+        await submit(nc, f"j{i}")
+    results = [await result(nc, f"j{i}") for i in range(50)]
+    assert {found.headers["Infer-Status"] for found in results} == {"ok"}
+    assert {found.headers["Infer-Attempt"] for found in results} == {"1"}
+
+
+async def test_a_job_longer_than_the_ack_wait_runs_once_a1(nc: Client, workers: Fleet) -> None:
+    await workers.start("both", "[[rules]]\nlength = 4\ndelay = 1.0\n", ack_wait=1)
+    await submit(nc, "long")
+    assert (await result(nc, "long")).headers["Infer-Attempt"] == "1"
+
+
+async def test_prefill_that_dies_is_replaced_before_the_first_token(nc: Client, workers: Fleet) -> None:
+    first = await workers.start("prefill", "[[rules]]\nfirst_delay = 60\n")
+    await workers.start("decode", "[[rules]]\nlength = 3\nfirst_delay = 0.5\n", prefill_timeout=2)
+    answer = await request(nc)
+    await eventually(lambda: workers.roster.workers(role="prefill")[0].load.running)
+    await workers.start("prefill", "")
+    first.send_signal(signal.SIGKILL)
+    assert await answer.ended() == "ok"
+    assert answer.chunks[-1]["usage"]["completion_tokens"] == 3
+
+
+async def test_without_prefill_a_live_request_gets_a_retryable_error_and_a_job_waits(
+    nc: Client, workers: Fleet
+) -> None:
+    await workers.start("decode", "[[rules]]\nlength = 3\n")
+    answer = await request(nc)
+    assert await answer.ended() == "error"
+    assert answer.chunks[0]["error"]["code"] == "prefill_unavailable"
+    assert answer.chunks[0]["error"]["retryable"] is True
+    await submit(nc, "j1")
+    await workers.start("prefill")
+    assert (await result(nc, "j1")).headers["Infer-Status"] == "ok"
+
+
+async def test_logs_never_hold_what_was_asked_or_answered(nc: Client, workers: Fleet) -> None:
+    worker = await workers.start("both", 'tokenizer = true\n[[rules]]\ntext = "topsecretanswer"\n')
+    for kind, body in (
+        ("chat", {"messages": [{"role": "user", "content": "topsecretprompt"}]}),
+        ("chat", {"messages": [{"role": "topsecretrole"}]}),
+        ("completions", {"prompt": "topsecretprompt", "top_p": 7}),
+    ):
+        await nc.request(f"{REQUEST}.{kind}", json.dumps(body).encode(), timeout=10)
+    assert await stop(worker) == 0
+    log = worker.log.read_text()
+    assert "job.started" in log
+    assert "topsecret" not in log
+
+
+async def test_random_cancels_leave_nothing_behind(nc: Client, workers: Fleet) -> None:
+    await workers.start("prefill", "[[rules]]\nfirst_delay = 0.01\n", slots=64)
+    await workers.start("decode", "[[rules]]\nlength = 20\ndelay = 0.005\n", slots=64)
+    answers = [await request(nc, job=f"r{i}") for i in range(60)]
+    for i in range(0, 60, 2):
+        await nc.jetstream().publish(f"infer.cancel.live.r{i}", b"")
+        await asyncio.sleep(0)
+    statuses = [await answer.ended() for answer in answers]
+    assert set(statuses) <= {"ok", "cancelled"}
+    assert set(statuses[1::2]) == {"ok"}
+    await workers.idle()
