@@ -6,6 +6,7 @@ StackError
 ├── PortInUse         somebody else listens where the server should
 ├── ProcessExited     a child process ended before it was ready
 ├── ProcessNotReady   a child process lives, but did not become ready in time
+├── WorkerFailed      a worker could not start, and said why
 └── ModelUnavailable  the model could not be fetched or converted
 
 Every message says what to do next; none of them concerns a job, so none has a wire code.
@@ -73,6 +74,16 @@ class ProcessNotReady(StackError):
         self.name = name
         self.log = log
         self.tail = tail
+
+
+class WorkerFailed(StackError):
+    """A worker could not start; `reason` is what it said itself."""
+
+    def __init__(self, name: str, reason: str, log: Path) -> None:
+        super().__init__(f"{name} could not start: {reason} (all of it in {log})")
+        self.name = name
+        self.reason = reason
+        self.log = log
 
 
 class ModelUnavailable(StackError):

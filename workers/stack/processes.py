@@ -132,7 +132,7 @@ async def spawn(
     command: Sequence[str | Path],
     *,
     log: Path,
-    env: Mapping[str, str] | None = None,
+    env: Mapping[str, str | None] | None = None,
     cwd: Path | None = None,
 ) -> Child:
     """Start a command that dies with us, its output going to the file `log`.
@@ -141,7 +141,7 @@ async def spawn(
         name: what people call it, for messages.
         command: program and arguments.
         log: file for its output, appended to.
-        env: variables to set on top of ours.
+        env: variables to set on top of ours; None takes one away.
         cwd: where it runs; here by default.
     """
     guard = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid())]
@@ -153,7 +153,7 @@ async def spawn(
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env={**os.environ, **(env or {})},
+            env={name: value for name, value in {**os.environ, **(env or {})}.items() if value is not None},
             cwd=cwd,
             start_new_session=True,
         )

@@ -1,0 +1,209 @@
+"""A whole system on this machine: NATS server, prefill worker and decode worker, each a process of its own.
+
+    async with LocalStack(folder, model="llama") as stack:
+        async with Client.connect(stack.url) as client:
+            ...
+
+Everything listens on 127.0.0.1, and nothing is left when the block ends. Logs and streams are in one
+directory; a temporary one goes with the stack, unless the stack failed: its logs say why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+import structlog
+
+from schemas.errors import BusUnavailable
+from schemas.fleet import Role, WorkerInfo
+from workers.client import Client
+from workers.config import ENVIRONMENT
+from workers.stack.errors import ProcessExited, StackError, WorkerFailed
+from workers.stack.processes import Child, Children, spawn
+from workers.stack.server import HOST, NatsServer
+
+log = structlog.get_logger()
+
+READY_TIMEOUT: Final = 900.0
+"""Loading a large model from a slow disk takes minutes; a worker that cannot start ends by itself."""
+
+PROGRAM: Final = (sys.executable, "-m", "workers.cli")
+LOOK_EVERY: Final = 0.25
+GRACE: Final = 30.0
+
+Report = Callable[[str], None]
+"""Takes one line for people about a step that is done."""
+
+
+class LocalStack:
+    """See the module.
+
+    Parameters:
+        model_path: the model's folder, or its name on a model hub.
+        model: name to serve it under.
+        roles: the workers to start, one process each.
+        flags: SGLang's flags for every worker.
+        role_flags: SGLang's flags for one role, after `flags`.
+        env: variables for the workers; None takes one away.
+        scripted: a script to replay instead of running SGLang; `model_path` is not used then.
+        directory: for logs and streams; temporary by default.
+        port: NATS port; 0 takes a free one.
+        ready_timeout: seconds for the workers to load.
+        grace: seconds for running requests when the stack ends.
+        report: told what is ready.
+    """
+
+    def __init__(
+        self,
+        model_path: Path | str,
+        *,
+        model: str,
+        roles: Sequence[Role] = ("prefill", "decode"),
+        flags: Sequence[str] = (),
+        role_flags: Mapping[Role, Sequence[str]] | None = None,
+        env: Mapping[str, str | None] | None = None,
+        scripted: Path | None = None,
+        directory: Path | None = None,
+        port: int = 0,
+        ready_timeout: float = READY_TIMEOUT,
+        grace: float = GRACE,
+        report: Report | None = None,
+    ) -> None:
+        self.model = model
+        self.directory = directory or Path(tempfile.mkdtemp(prefix="inferbus-"))
+        self.server = NatsServer(self.directory / "nats", port=port)
+        self.workers: dict[str, Child] = {}
+        self._temporary = directory is None
+        self._model_path = model_path
+        self._roles = roles
+        self._flags = flags
+        self._role_flags = role_flags or {}
+        self._env = env or {}
+        self._scripted = scripted
+        self._ready_timeout = ready_timeout
+        self._report = report or _silent
+        self._children = Children(grace=grace)
+        self._exit = AsyncExitStack()
+
+    @property
+    def url(self) -> str:
+        """Where clients connect."""
+        return self.server.url
+
+    async def failed(self) -> StackError:
+        """Wait until a part ends although it should not; the error says which and why."""
+        server = asyncio.ensure_future(self.server.child.wait())
+        worker = asyncio.ensure_future(self._children.first_exit())
+        try:
+            await asyncio.wait([server, worker], return_when=asyncio.FIRST_COMPLETED)
+            child = worker.result() if worker.done() else self.server.child
+            return child.exited()
+        finally:
+            server.cancel()
+            worker.cancel()
+
+    async def __aenter__(self) -> LocalStack:
+        try:
+            await self._exit.enter_async_context(self.server)
+            self._report(f"NATS server with JetStream at {self.url}")
+            await self._exit.enter_async_context(self._children)
+            started = time.monotonic()
+            for role in self._roles:
+                await self._start(role)
+            await self._ready(started)
+        except BaseException as error:
+            await self._close(keep=isinstance(error, StackError))
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._close(keep=isinstance(error, Exception))
+
+    async def _close(self, *, keep: bool) -> None:
+        try:
+            await self._exit.aclose()
+        finally:
+            if self._temporary and not keep:
+                shutil.rmtree(self.directory, ignore_errors=True)
+
+    async def _start(self, role: Role) -> None:
+        name = f"{role}-{secrets.token_hex(2)}"
+        command = [*PROGRAM, "worker", role]
+        if self._scripted is not None:
+            command += ["--scripted", str(self._scripted)]
+        else:
+            # Nothing here has to be reached from another machine.
+            command += ["--model-path", str(self._model_path), "--host", HOST]
+            command += [*self._flags, *self._role_flags.get(role, ())]
+        child = await spawn(name, command, log=self.directory / f"{name}.log", env=self._environment(name))
+        self.workers[name] = self._children.add(child)
+
+    def _environment(self, worker: str) -> dict[str, str | None]:
+        """What is set for a worker. How to reach and log in to other servers does not count here."""
+        inherited = dict.fromkeys(name for name in os.environ if name.startswith(f"{ENVIRONMENT}NATS_"))
+        return {
+            **inherited,
+            f"{ENVIRONMENT}NATS_URL": self.url,
+            f"{ENVIRONMENT}WORKER": worker,
+            f"{ENVIRONMENT}SERVED_MODEL": self.model,
+            # Found out otherwise, which needs a network.
+            "SGLANG_HOST_IP": HOST,
+            **self._env,
+        }
+
+    async def _ready(self, started: float) -> None:
+        """Wait until every worker has announced itself."""
+        async with Client.connect(self.url, name="inferbus stack") as client:
+            waiting = {
+                asyncio.create_task(self._worker_ready(client, name, child)): name
+                for name, child in self.workers.items()
+            }
+            try:
+                for done in asyncio.as_completed(waiting):
+                    name = await done
+                    self._report(f"{name} is ready after {time.monotonic() - started:.0f} s")
+            finally:
+                for task in waiting:
+                    task.cancel()
+                await asyncio.gather(*waiting, return_exceptions=True)
+
+    async def _worker_ready(self, client: Client, name: str, child: Child) -> str:
+        try:
+            await child.until(lambda: _announced(client, name), timeout=self._ready_timeout, poll=LOOK_EVERY)
+        except ProcessExited:
+            info = await _find(client, name)
+            if info is not None and info.reason:
+                raise WorkerFailed(name, info.reason, child.log) from None
+            raise
+        return name
+
+
+async def _announced(client: Client, name: str) -> bool:
+    info = await _find(client, name)
+    return info is not None and info.state == "ready"
+
+
+async def _find(client: Client, name: str) -> WorkerInfo | None:
+    try:
+        found = await client.workers()
+    except BusUnavailable as error:
+        log.debug("stack.registry_not_read", reason=error.message)
+        return None
+    return next((info for info in found if info.worker == name), None)
+
+
+def _silent(_line: str) -> None:
+    pass
