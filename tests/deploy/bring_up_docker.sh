@@ -69,7 +69,7 @@ stand_in_python() {
     install_packages
     local root=$work/python
     say "debootstrap for $python_image (about a minute)"
-    debootstrap --variant=minbase --include=python3,python3-venv,python3-pip,ca-certificates \
+    debootstrap --variant=minbase --include=python3,python3-venv,python3-pip,libpython3-dev,ca-certificates \
         bookworm "$root" >"$state/debootstrap.log" 2>&1 || { tail -n 20 "$state/debootstrap.log" >&2; die "debootstrap failed"; }
     # What the real image has and Debian does otherwise: `python`, a pip that may install, no package lists.
     ln -s /usr/bin/python3 "$root/usr/local/bin/python"
@@ -96,7 +96,7 @@ stand_in_nats() {
         install -m 755 "$binary" "$root/nats-server"
         install -m 755 "$binary" "$work/alpine/usr/local/bin/nats-server"
 
-        (cd "$busybox" && apt-get download -qq busybox-static && dpkg-deb -x busybox-static_*.deb .)
+        (cd "$busybox" && apt-get download -qq -o APT::Sandbox::User=root busybox-static && dpkg-deb -x busybox-static_*.deb .)
         install -m 755 "$busybox/bin/busybox" "$work/alpine/bin/busybox"
         local applet
         for applet in sh wget cat ls id sleep; do ln -s busybox "$work/alpine/bin/$applet"; done
