@@ -66,6 +66,9 @@ async def dial(settings: BusSettings, *, name: str, events: Events) -> natspy.Gu
             failure: BaseException = failures[-1] if failures else TimeoutError()
         elif (raised := connecting.exception()) is not None:
             failure = raised
+        elif not client.is_connected:
+            # nats-py takes the end of the connection for an answer to its CONNECT.
+            failure = ConnectionResetError("the server closed the connection")
         else:
             await _check(client, settings)
             connected = True
@@ -76,6 +79,9 @@ async def dial(settings: BusSettings, *, name: str, events: Events) -> natspy.Gu
     finally:
         trying.cancel()
     await _give_up(client, connecting)
+    if isinstance(failure, ConnectionError) and natspy.asks_for_login(client):
+        # The server says why before it closes, but a reset may overtake that.
+        failure = nats.errors.AuthorizationError()
     raise _explained(failure, settings) from failure
 
 

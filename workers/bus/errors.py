@@ -25,8 +25,11 @@ CONSUMER_NOT_FOUND: Final = 10014
 JETSTREAM_OFF: Final = frozenset({10039, 10076})
 """Not enabled for this account; not enabled at all."""
 
-FULL: Final = frozenset({10023, 10025, 10028, 10047, 10054, 10077})
-"""The stream, the account or the disk has no room. 10077 is `discard: new` at a limit."""
+STORE_FAILED: Final = 10077
+"""The stream took nothing; with `discard: new`, because a limit is reached (trial A20)."""
+
+FULL: Final = frozenset({10002, 10023, 10028, 10047, STORE_FAILED})
+"""The account, the server, its memory, its disk or the stream has no room; another try will not help."""
 
 
 class NoResponders(BusUnavailable):

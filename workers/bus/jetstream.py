@@ -18,7 +18,15 @@ import msgspec
 
 from schemas import headers as names
 from schemas.errors import BusUnavailable
-from workers.bus.errors import FULL, JETSTREAM_OFF, NOT_FOUND, WRONG_LAST_SEQUENCE, ApiError, NoResponders
+from workers.bus.errors import (
+    FULL,
+    JETSTREAM_OFF,
+    NOT_FOUND,
+    STORE_FAILED,
+    WRONG_LAST_SEQUENCE,
+    ApiError,
+    NoResponders,
+)
 from workers.bus.interface import Stored
 from workers.bus.message import Message
 
@@ -222,9 +230,8 @@ def _decoded(message: Message, subject: str) -> _Ack:
 
 def _refused(error: _Error, what: str) -> BusUnavailable:
     if error.err_code in FULL:
-        return ApiError(
-            f"{what}: the stream is full: {error.description}", status=error.code, err_code=error.err_code
-        )
+        full = "the stream is full" if error.err_code == STORE_FAILED else "there is no room"
+        return ApiError(f"{what}: {full}: {error.description}", status=error.code, err_code=error.err_code)
     if error.err_code in JETSTREAM_OFF:
         return ApiError(_OFF, status=error.code, err_code=error.err_code)
     return ApiError(f"{what}: {error.description}", status=error.code, err_code=error.err_code)

@@ -16,7 +16,7 @@ from nats.aio.client import Client
 
 
 class GuardedClient(Client):  # type: ignore[misc]  # nats-py has no types
-    """nats-py's client, with a read loop that outlives a late PONG.
+    """nats-py's client, with a read loop that outlives a late PONG, and without forgotten sockets.
 
     `flush` and `rtt` cancel their future when they time out or are cancelled, and leave it in the list of
     expected PONGs. When that PONG comes after all, `set_result` raises InvalidStateError, which ends the
@@ -31,6 +31,12 @@ class GuardedClient(Client):  # type: ignore[misc]  # nats-py has no types
             self._pings_outstanding = 0
             return
         await super()._process_pong()
+
+    async def _connect_to_server(self, s: Any) -> None:
+        # A try that failed after its connection was made, by a server that says nothing for example, would
+        # leave its socket to the garbage collector.
+        abort_socket(self)
+        await super()._connect_to_server(s)
 
 
 def can_write_batches(client: Any) -> bool:
@@ -80,6 +86,11 @@ def is_encrypted(client: Any) -> bool | None:
     if not isinstance(writer, asyncio.StreamWriter):
         return None
     return isinstance(writer.get_extra_info("ssl_object"), ssl.SSLObject)
+
+
+def asks_for_login(client: Any) -> bool:
+    """Whether the server last talked to wants credentials."""
+    return bool(getattr(client, "_server_info", {}).get("auth_required"))
 
 
 def forget_subscription(client: Any, sub: Any) -> None:

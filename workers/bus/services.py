@@ -164,8 +164,8 @@ class Service:
         """The answer to STATS."""
         endpoints = []
         for endpoint in self._endpoints:
-            more = self._data(endpoint)
-            endpoints.append(endpoint._stats() | ({"data": dict(more)} if more else {}))
+            # Always there, since nats-py cannot read an answer without it.
+            endpoints.append(endpoint._stats() | {"data": dict(self._data(endpoint) or {})})
         return {
             "type": f"{TYPE}.stats_response",
             **self._identity,

@@ -1,0 +1,54 @@
+"""A real nats-server for every test, and connections to it that are closed afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workers.bus.connection import Bus
+from workers.bus.streams import provision
+from workers.config import BusSettings, StreamSettings
+from workers.stack.server import NatsServer
+
+Connect = Callable[..., Awaitable[Bus]]
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
+    """Its own server; it does not sync, which only a power failure would show."""
+    async with NatsServer(tmp_path / "nats", sync_interval=None) as server:
+        yield server
+
+
+@pytest.fixture
+async def connect(server: NatsServer) -> AsyncIterator[Connect]:
+    """Opens buses to the test's server; `watchdog` is short, so that tests need not wait for it."""
+    async with AsyncExitStack() as stack:
+
+        async def connect(*, watchdog: float = 0.5, **settings: Any) -> Bus:
+            bus = await Bus.connect(
+                BusSettings(**({"urls": (server.url,), "connect_timeout": 2.0} | settings)),
+                name="test",
+                watchdog=watchdog,
+            )
+            stack.push_async_callback(bus.close)
+            return bus
+
+        yield connect
+
+
+@pytest.fixture
+async def bus(connect: Connect) -> Bus:
+    """A connection."""
+    return await connect()
+
+
+@pytest.fixture
+async def streams(bus: Bus) -> Bus:
+    """A connection to a server that has the contract's streams."""
+    await provision(bus, StreamSettings())
+    return bus

@@ -1,0 +1,168 @@
+"""Provisioning on a real server: repeatable, and never for the worse."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schemas.errors import BusUnavailable
+from tests.broker.conftest import Connect
+from workers.bus import layout
+from workers.bus.connection import Bus
+from workers.bus.errors import NotPermitted, ProvisionError
+from workers.bus.jetstream import api
+from workers.bus.streams import job_consumers, job_queue, provision
+from workers.config import MIB, BusSettings, StreamSettings, WorkerSettings
+from workers.stack.server import NatsServer
+
+
+async def config(bus: Bus, stream: str) -> dict[str, Any]:
+    return dict((await api(bus, f"STREAM.INFO.{stream}"))["config"])
+
+
+async def test_every_stream_of_the_contract_is_made(streams: Bus) -> None:
+    names = (await api(streams, "STREAM.NAMES"))["streams"]
+    assert sorted(names) == [
+        "INFER_ADVISORIES",
+        "INFER_CANCEL",
+        "INFER_DEAD",
+        "INFER_JOBS",
+        "INFER_RESULTS",
+        "INFER_STREAM",
+        "KV_INFER_WORKERS",
+    ]
+    jobs = await config(streams, layout.JOBS)
+    assert (jobs["retention"], jobs["storage"], jobs["discard"]) == ("workqueue", "file", "new")
+    assert (await config(streams, layout.STREAM))["storage"] == "memory"
+    assert (await config(streams, layout.CANCEL))["max_msgs_per_subject"] == 1
+
+
+async def test_doing_it_again_changes_nothing(streams: Bus, connect: Connect) -> None:
+    before = [
+        await config(streams, each["name"])
+        for each in layout.stream_configs(streams.subjects, StreamSettings())
+    ]
+    others = [await connect() for _ in range(3)]
+    await asyncio.gather(*(provision(bus, StreamSettings()) for bus in (streams, *others)))
+    after = [await config(streams, each["name"]) for each in before]
+    assert after == before
+
+
+async def test_many_workers_may_start_at_once(connect: Connect) -> None:
+    buses = [await connect() for _ in range(8)]
+
+    async def start(bus: Bus) -> None:
+        await provision(bus, StreamSettings())
+        await job_queue(bus, "m", WorkerSettings())
+
+    await asyncio.gather(*(start(bus) for bus in buses))
+
+
+async def test_what_is_weaker_is_refused_with_every_field_and_left_alone(streams: Bus) -> None:
+    settings = StreamSettings(jobs_max_bytes=2048 * MIB, results_max_age=30 * 86400.0)
+    before = await config(streams, layout.JOBS)
+    with pytest.raises(ProvisionError) as refused:
+        await provision(streams, settings)
+    for part in (
+        "stream INFER_JOBS: max_bytes is 1073741824, wanted 2147483648",
+        "stream INFER_RESULTS: max_age is 604800 s, wanted 2.592e+06 s",
+        "inferbus streams --adopt",
+    ):
+        assert part in refused.value.message
+    assert await config(streams, layout.JOBS) == before
+
+
+async def test_what_is_stronger_is_kept(streams: Bus) -> None:
+    await provision(
+        streams, StreamSettings(jobs_max_bytes=16 * MIB, stream_max_age=60.0, duplicate_window=60.0)
+    )
+    assert (await config(streams, layout.JOBS))["max_bytes"] == 1024 * MIB
+
+
+async def test_adopting_raises_what_is_weaker_and_lowers_nothing(streams: Bus) -> None:
+    await provision(
+        streams, StreamSettings(jobs_max_bytes=2048 * MIB, results_max_bytes=16 * MIB), adopt=True
+    )
+    assert (await config(streams, layout.JOBS))["max_bytes"] == 2048 * MIB
+    assert (await config(streams, layout.RESULTS))["max_bytes"] == 1024 * MIB
+    await provision(streams, StreamSettings(jobs_max_bytes=2048 * MIB))
+
+
+@pytest.mark.parametrize(
+    ("there", "message"),
+    [
+        ({"retention": "limits"}, "retention is limits, wanted workqueue"),
+        ({"storage": "memory"}, "storage is memory, wanted file"),
+        ({"discard": "old"}, "discard is old, wanted new"),
+        ({"subjects": ["infer.jobs.other.>"]}, "subjects is infer.jobs.other.>, wanted infer.jobs.>"),
+        ({"max_msgs": 100}, "max_msgs is 100, wanted unlimited"),
+        ({"allow_direct": False}, "allow_direct is off, wanted on"),
+    ],
+)
+async def test_a20_a_stream_of_somebody_else_is_not_taken_over(
+    bus: Bus, there: dict[str, Any], message: str
+) -> None:
+    """`discard: old`, the server's default, would drop the oldest jobs without a word."""
+    ours = next(each for each in layout.stream_configs(bus.subjects, StreamSettings()))
+    await api(bus, "STREAM.CREATE.INFER_JOBS", ours | there)
+    with pytest.raises(ProvisionError, match=message):
+        await provision(bus, StreamSettings())
+
+
+async def test_a_consumer_that_is_weaker_is_refused_and_can_be_adopted(streams: Bus) -> None:
+    await job_consumers(streams, "m", ["batch"], ack_wait=10, max_deliver=3)
+    with pytest.raises(ProvisionError, match="ack_wait is 10 s, wanted 30 s; max_deliver is 3, wanted 5"):
+        await job_consumers(streams, "m", ["batch"], ack_wait=30, max_deliver=5)
+    adopted = await job_consumers(streams, "m", ["batch"], ack_wait=30, max_deliver=5, adopt=True)
+    assert [(each.ack_wait, each.max_deliver) for each in adopted] == [(30, 5)]
+    kept = await job_consumers(streams, "m", ["batch"], ack_wait=5, max_deliver=2)
+    assert [(each.ack_wait, each.max_deliver) for each in kept] == [(30, 5)]
+
+
+async def test_model_names_of_any_length_and_spelling_have_consumers(streams: Bus) -> None:
+    names = ["meta-llama/Llama 3.1", "模型" * 21, "x" * 128, "x" * 127 + "y", "a.b", "a-interactive", "a"]
+    for name in names:
+        await job_consumers(streams, name, ["interactive", "batch"], ack_wait=30, max_deliver=5)
+    info = await api(streams, f"STREAM.INFO.{layout.JOBS}")
+    assert info["state"]["consumer_count"] == 2 * len(names)
+
+
+async def test_a_missing_permission_is_told_with_its_subject(tmp_path: Path) -> None:
+    users = """accounts { A { jetstream: enabled, users: [ { user: "u", password: "p", permissions: {
+        publish: { deny: ["$JS.API.STREAM.CREATE.>"] } } } ] } }"""
+    async with NatsServer(tmp_path, extra=users) as server:
+        bus = await Bus.connect(BusSettings(urls=(server.url,), user="u", password="p"), name="test")
+        with pytest.raises(NotPermitted, match=r"stream\.create\.infer_jobs"):
+            await provision(bus, StreamSettings())
+        await bus.close()
+
+
+async def test_jetstream_is_off(tmp_path: Path) -> None:
+    users = 'accounts { A { users: [ { user: "u", password: "p" } ] } }'
+    async with NatsServer(tmp_path, extra=users) as server:
+        bus = await Bus.connect(BusSettings(urls=(server.url,), user="u", password="p"), name="test")
+        with pytest.raises(BusUnavailable, match="is it enabled"):
+            await provision(bus, StreamSettings())
+        await bus.close()
+
+
+async def test_a_disk_that_is_too_small_is_told(tmp_path: Path) -> None:
+    """The streams' room is reserved when they are made."""
+    limits = "accounts { A { jetstream: { max_file: 100MB }, users: [ { user: u, password: p } ] } }"
+    async with NatsServer(tmp_path, extra=limits) as server:
+        bus = await Bus.connect(BusSettings(urls=(server.url,), user="u", password="p"), name="test")
+        with pytest.raises(BusUnavailable, match=r"STREAM\.CREATE\.INFER_JOBS: there is no room: .*storage"):
+            await provision(bus, StreamSettings())
+        await bus.close()
+
+
+async def test_with_another_prefix_the_subjects_follow(connect: Connect) -> None:
+    bus = await connect(prefix="acme.llm")
+    await provision(bus, StreamSettings())
+    assert (await config(bus, layout.JOBS))["subjects"] == ["acme.llm.jobs.>"]
+    other = await connect()
+    with pytest.raises(ProvisionError, match=r"subjects is acme\.llm\.jobs\.>, wanted infer\.jobs\.>"):
+        await provision(other, StreamSettings())
