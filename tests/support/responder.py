@@ -147,6 +147,8 @@ async def responder(url: str, **options: Any) -> AsyncIterator[Responder]:
 
     await nc.subscribe("infer.request.m.*", queue="workers", cb=on_request)
     await nc.subscribe("infer.cancel.>", cb=on_cancel)
+    # nats-py writes its PING ahead of what is pending, so one PONG proves nothing of the subscriptions.
+    await nc.flush()
     await nc.flush()
     try:
         yield found

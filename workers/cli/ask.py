@@ -1,0 +1,175 @@
+"""`inferbus chat`, `complete` and `tokens`: live requests, answered on the terminal as they are generated."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import click
+
+from schemas import codec
+from schemas.answers import TokenChunk
+from schemas.errors import UndecodableBody
+from workers.cli.options import Command, settings_options
+from workers.cli.running import OWNER_ENV, model_or_only, with_client
+from workers.client import Client, LiveStream, Restarted, Stats, Stream, text
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def asking(command: F) -> F:
+    """The options that the three share."""
+    for option in reversed(_SHARED):
+        command = option(command)
+    return command
+
+
+_SHARED: Final = (
+    click.option("--max-tokens", type=int, help="Most tokens of the answer."),
+    click.option("--temperature", type=float, help="0 is greedy."),
+    click.option(
+        "--param",
+        "params",
+        multiple=True,
+        metavar="NAME=JSON",
+        help="More of the body; a value that is no JSON is a text.",
+    ),
+    click.option("--timeout", type=float, help="Seconds of silence after which to give up."),
+    click.option("--deadline", type=float, help="Seconds after which the request expires."),
+    click.option("--json", "as_json", is_flag=True, help="Print the whole answer as JSON, at the end."),
+    click.option("--quiet", "-q", is_flag=True, help="No line of statistics."),
+    settings_options("bus"),
+)
+
+
+def owned(command: F) -> F:
+    """The option that says whose jobs are meant."""
+    return click.option(
+        "--owner", envvar=OWNER_ENV, metavar="NAME", help=f"Whose jobs; default: default.  [env {OWNER_ENV}]"
+    )(command)
+
+
+@click.command(cls=Command)
+@click.argument("words", nargs=-1, required=True, metavar="[MODEL] TEXT")
+@click.option("--system", metavar="TEXT", help="A system message.")
+@asking
+def chat(words: tuple[str, ...], system: str | None, **options: Any) -> int:
+    """Ask a model something and show the answer as it comes.
+
+    MODEL may be left out where only one is served. TEXT is `-` to read it from standard input.
+    """
+    model, content = _split(words)
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": content})
+    return _ask(model, options, lambda client, name, more: client.chat(name, messages, **more))
+
+
+@click.command(cls=Command)
+@click.argument("words", nargs=-1, required=True, metavar="[MODEL] PROMPT")
+@asking
+def complete(words: tuple[str, ...], **options: Any) -> int:
+    """Let a model continue a text.
+
+    MODEL may be left out where only one is served. PROMPT is `-` to read it from standard input.
+    """
+    model, prompt = _split(words)
+    return _ask(model, options, lambda client, name, more: client.complete(name, prompt, **more))
+
+
+@click.command(cls=Command)
+@click.argument("words", nargs=-1, required=True, metavar="[MODEL] IDS")
+@asking
+def tokens(words: tuple[str, ...], **options: Any) -> int:
+    """Send token ids and print the token ids that follow.
+
+    IDS are numbers with commas or spaces between; `-` reads them from standard input.
+    """
+    model, given = _split(words)
+    found = re.findall(r"[^\s,\[\]]+", given)
+    if not found or not all(each.isdecimal() for each in found):
+        raise click.UsageError("IDS must be numbers with commas or spaces between")
+    ids = [int(each) for each in found]
+    return _ask(model, options, lambda client, name, more: client.tokens(name, ids, **more))
+
+
+def read_text(given: str) -> str:
+    """An argument, or standard input for `-`."""
+    return sys.stdin.read() if given == "-" else given
+
+
+def parse_params(params: tuple[str, ...]) -> dict[str, Any]:
+    """`name=value` pairs; a value that is no JSON is a text."""
+    found: dict[str, Any] = {}
+    for param in params:
+        name, separator, value = param.partition("=")
+        if not separator:
+            raise click.UsageError(f"--param takes NAME=JSON, not {param!r}")
+        try:
+            found[name] = codec.decode(value.encode(), object)
+        except UndecodableBody:
+            found[name] = value
+    return found
+
+
+async def show(stream: Stream[Any], *, as_json: bool, quiet: bool) -> int:
+    """Shows a stream: its text as it comes, or the whole answer; then the statistics, on standard error."""
+    if as_json:
+        click.echo(codec.encode(await stream.answer()).decode())
+    else:
+        await _show_text(stream)
+    for warning in stream.warnings:
+        click.echo(f"warning: {warning}", err=True)
+    if not quiet:
+        click.echo(Stats.of(stream).line(), err=True)
+    return 0
+
+
+async def _show_text(stream: Stream[Any]) -> None:
+    shown = False
+    try:
+        async for event in stream:
+            if isinstance(event, Restarted):
+                click.echo("\n[a worker was lost; from the beginning:]", err=True)
+                continue
+            piece = _piece(event)
+            if piece:
+                shown = True
+                click.echo(piece, nl=False)
+                sys.stdout.flush()
+    finally:
+        if shown:
+            click.echo()
+
+
+def _piece(event: Any) -> str:
+    if isinstance(event, TokenChunk):
+        return "".join(f"{token} " for token in event.token_ids)
+    return text(event)
+
+
+def _split(words: tuple[str, ...]) -> tuple[str | None, str]:
+    if len(words) > 2:
+        raise click.UsageError("put the text in quotes")
+    *model, given = words
+    return (model[0] if model else None), read_text(given)
+
+
+def _ask(
+    model: str | None,
+    options: dict[str, Any],
+    send: Callable[[Client, str, dict[str, Any]], LiveStream[Any]],
+) -> int:
+    body = parse_params(options.pop("params"))
+    for name in ("max_tokens", "temperature", "deadline", "timeout"):
+        if (value := options.pop(name)) is not None:
+            body[name] = value
+    as_json, quiet = options.pop("as_json"), options.pop("quiet")
+
+    async def work(client: Client) -> int:
+        name = await model_or_only(client, model)
+        async with send(client, name, body) as stream:
+            return await show(stream, as_json=as_json, quiet=quiet)
+
+    return with_client(options, work)

@@ -1,0 +1,87 @@
+"""`inferbus workers` and `health`: who is here, and whether that is enough."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any, get_args
+
+import click
+
+from schemas import codec
+from schemas.fleet import Role, WorkerInfo
+from workers.cli.options import Command, settings_options
+from workers.cli.running import EXIT_FAILED, complain, with_client
+from workers.client import Client
+
+
+@click.command(cls=Command)
+@click.option("--json", "as_json", is_flag=True, help="Print the announcements as JSON.")
+@settings_options("bus")
+def workers(as_json: bool, **options: Any) -> int:
+    """List the workers that are here."""
+
+    async def work(client: Client) -> int:
+        found = await client.workers()
+        if as_json:
+            click.echo(codec.encode(found).decode())
+        elif found:
+            _print_table(found)
+        else:
+            click.echo("no worker is here", err=True)
+        return 0
+
+    return with_client(options, work)
+
+
+@click.command(cls=Command)
+@click.option("--worker", metavar="ID", envvar="INFERBUS_WORKER", help="This worker.  [env INFERBUS_WORKER]")
+@click.option("--here", is_flag=True, help="A worker on this host.")
+@click.option("--model", metavar="NAME", help="A worker of this model.")
+@click.option("--role", type=click.Choice(get_args(Role)), help="A worker of this role.")
+@settings_options("bus")
+def health(worker: str | None, here: bool, model: str | None, role: str | None, **options: Any) -> int:
+    """Tell whether a worker is ready.
+
+    Exits with 0 if NATS answers and a worker that fits is ready, else with 1 and one line that says why.
+    Without options any worker will do.
+    """
+    wanted = {"worker": worker, "model": model, "role": role, "host": socket.gethostname() if here else None}
+
+    async def work(client: Client) -> int:
+        found = [info for info in await client.workers() if _fits(info, wanted)]
+        if any(info.state == "ready" for info in found):
+            return 0
+        states = ", ".join(_state(info) for info in found)
+        complain(f"not ready: {states}" if states else "no such worker is here")
+        return EXIT_FAILED
+
+    return 0 if with_client(options, work) == 0 else EXIT_FAILED
+
+
+def _fits(info: WorkerInfo, wanted: dict[str, str | None]) -> bool:
+    return all(value is None or getattr(info, name) == value for name, value in wanted.items())
+
+
+def _state(info: WorkerInfo) -> str:
+    return f"{info.worker} {info.state}" + (f" ({info.reason})" if info.reason else "")
+
+
+def _print_table(found: list[WorkerInfo]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("model", "role", "worker", "state", "busy", "kinds", "engine", "host"):
+        table.add_column(column, overflow="fold")
+    for info in found:
+        table.add_row(
+            info.model,
+            info.role,
+            info.worker,
+            info.state if not info.reason else f"{info.state}: {info.reason}",
+            f"{info.load.busy}/{info.load.slots}",
+            " ".join(info.kinds),
+            info.engine,
+            info.host,
+        )
+    Console(markup=False, highlight=False).print(table)

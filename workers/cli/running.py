@@ -1,0 +1,97 @@
+"""Running a command's work: every failure is one line and an exit code, never a traceback."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+import click
+
+from schemas.errors import BusUnavailable, InferbusError, NoWorker
+from workers.cli.options import settings_of
+from workers.client import Client, TimedOut
+from workers.config import Settings
+from workers.observe import logs
+
+EXIT_FAILED: Final = 1
+EXIT_USAGE: Final = 2
+EXIT_NATS: Final = 3
+EXIT_NO_WORKER: Final = 4
+EXIT_TIMED_OUT: Final = 5
+EXIT_INTERRUPTED: Final = 130
+
+OWNER_ENV: Final = "INFERBUS_OWNER"
+
+Work = Callable[[Client], Coroutine[Any, Any, int]]
+
+
+def exit_code(error: InferbusError) -> int:
+    """The exit code that stands for an error."""
+    for kind, code in ((NoWorker, EXIT_NO_WORKER), (TimedOut, EXIT_TIMED_OUT), (BusUnavailable, EXIT_NATS)):
+        if isinstance(error, kind):
+            return code
+    return EXIT_FAILED
+
+
+def complain(error: InferbusError | str) -> None:
+    """Says in one line on standard error what is wrong."""
+    text = error if isinstance(error, str) else f"{error.code}: {error.message}"
+    click.echo(f"inferbus: {' '.join(text.split())}", err=True)
+
+
+def with_client(flags: dict[str, Any], work: Work) -> int:
+    """Does something with a connected client; returns the exit code.
+
+    Args:
+        flags: The command's options; settings and `owner` are taken off it.
+        work: What to do.
+    """
+    owner = flags.pop("owner", None)
+    return run(settings_of(flags), work, **({"owner": owner} if owner else {}))
+
+
+def run(settings: Settings, work: Work, **options: Any) -> int:
+    """Does something with a client that is connected as the settings say; returns the exit code."""
+    logs.configure(level="CRITICAL", format="text")
+
+    async def connected() -> int:
+        async with Client.connect(settings.bus, name="inferbus cli", **options) as client:
+            return await work(client)
+
+    return guarded(connected)
+
+
+def guarded(work: Callable[[], Coroutine[Any, Any, int]]) -> int:
+    """Runs work, and turns what is raised into a line and an exit code."""
+    try:
+        return asyncio.run(work())
+    except InferbusError as error:
+        complain(error)
+        return exit_code(error)
+    except KeyboardInterrupt:
+        complain("interrupted")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output has left; nothing more can be said there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+
+
+async def model_or_only(client: Client, model: str | None) -> str:
+    """The model named, or the only one that is served.
+
+    Raises:
+        NoWorker: No model is served.
+        click.UsageError: Several are.
+    """
+    if model is not None:
+        return model
+    served = await client.models()
+    if not served:
+        raise NoWorker("no worker is ready; see `inferbus workers`")
+    if len(served) > 1:
+        raise click.UsageError(f"name one of the models that are served: {', '.join(served)}")
+    return served[0]

@@ -1,0 +1,168 @@
+"""`inferbus worker` and `up`: the programs that serve."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, get_args
+
+import click
+
+from schemas.fleet import Role
+from schemas.subjects import escape
+from workers.cli.options import Command, settings_of, settings_options
+from workers.cli.running import EXIT_FAILED, guarded
+
+if TYPE_CHECKING:
+    from workers.stack.local import LocalStack
+
+DEMO: Final = "smollm2-135m-instruct"
+_PASSING: Final = {"ignore_unknown_options": True}
+
+
+@click.command(cls=Command, context_settings=_PASSING)
+@click.argument("role", type=click.Choice(get_args(Role)))
+@click.option(
+    "--scripted",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Replay a script instead of running SGLang.",
+)
+@click.argument("engine_flags", nargs=-1, type=click.UNPROCESSED, metavar="[SGLANG FLAGS]...")
+@settings_options("bus", "worker", "streams")
+def worker(role: Role, scripted: Path | None, engine_flags: tuple[str, ...], **options: Any) -> int:
+    """Run a worker until it is told to stop.
+
+    SIGTERM lets running requests finish and takes no new ones; a second one hurries.
+
+    Every flag of SGLang's server passes through unchanged: `inferbus worker decode --model-path … --tp 2`.
+    Put the role first, and after `--` whatever SGLang shall have although it looks like one of these options.
+    """
+    settings = settings_of(options)
+    if scripted is not None and engine_flags:
+        raise click.UsageError(f"a scripted worker takes no SGLang flags: {' '.join(engine_flags)}")
+    from workers.roles import run
+
+    return run(role, settings, engine_flags, scripted=scripted)
+
+
+@click.command(cls=Command, context_settings=_PASSING)
+@click.option("--model-path", metavar="PATH", help="Model folder or hub name; default: the demo model.")
+@click.option("--served-model", metavar="NAME", help="Name to serve it under.")
+@click.option("--port", type=int, default=4222, show_default=True, help="NATS port; 0 takes a free one.")
+@click.option("--aggregated", is_flag=True, help="One worker of the role `both` instead of two.")
+@click.option(
+    "--directory",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="For streams and logs; default: temporary.",
+)
+@click.option(
+    "--scripted",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Replay a script instead of running SGLang.",
+)
+@click.argument("engine_flags", nargs=-1, type=click.UNPROCESSED, metavar="[SGLANG FLAGS]...")
+def up(**options: Any) -> int:
+    """Run NATS and both workers on this machine.
+
+    A server with JetStream, a prefill worker and a decode worker, until Ctrl-C. Every flag of SGLang's server
+    passes through unchanged to both workers.
+    """
+    from workers.stack.errors import StackError
+
+    try:
+        return guarded(lambda: _up(**options))
+    except StackError as error:
+        click.echo(f"inferbus: {error}", err=True)
+        return EXIT_FAILED
+
+
+async def _up(
+    model_path: str | None,
+    served_model: str | None,
+    port: int,
+    aggregated: bool,
+    directory: Path | None,
+    scripted: Path | None,
+    engine_flags: tuple[str, ...],
+) -> int:
+    from workers.stack.flags import placement
+    from workers.stack.local import LocalStack
+
+    place = await asyncio.to_thread(placement)
+    name = served_model or ("scripted" if scripted else _short(model_path) if model_path else DEMO)
+    if model_path is None and scripted is None:
+        model_path = str(await asyncio.to_thread(_demo_model))
+    roles: tuple[Role, ...] = ("both",) if aggregated else ("prefill", "decode")
+    stack = LocalStack(
+        model_path or "",
+        model=name,
+        roles=roles,
+        flags=[*(() if _sized(engine_flags) else place.flags), *engine_flags],
+        role_flags=place.role_flags,
+        env=place.env,
+        scripted=scripted,
+        directory=directory,
+        port=port,
+        report=lambda line: click.echo(line, err=True),
+    )
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return await _until_stopped(stack, stop)
+
+
+async def _until_stopped(stack: LocalStack, stop: asyncio.Event) -> int:
+    stopped = asyncio.create_task(stop.wait())
+    running = asyncio.create_task(_run(stack))
+    await asyncio.wait({stopped, running}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not running.done():
+        click.echo("stopping: running requests are finished first", err=True)
+        running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+    return 0
+
+
+async def _run(stack: LocalStack) -> None:
+    click.echo("starting; the engines take a while to load", err=True)
+    async with stack:
+        click.echo(_greeting(stack), err=True)
+        raise await stack.failed()
+
+
+def _greeting(stack: LocalStack) -> str:
+    request = f"infer.request.{escape(stack.model)}.chat"
+    return "\n".join(
+        [
+            "",
+            f"ready: the model {stack.model} at {stack.url}; logs in {stack.directory}",
+            f"  inferbus chat --nats-url {stack.url} 'What is the capital of France?'",
+            f"  nats -s {stack.url} request --timeout 60s {request} "
+            """'{"messages": [{"role": "user", "content": "Hi"}]}'""",
+            "Ctrl-C stops it",
+        ]
+    )
+
+
+def _demo_model() -> Path:
+    from workers.stack import models
+
+    said: set[str] = set()
+
+    def report(what: str, _done: float | None) -> None:
+        if what not in said:
+            said.add(what)
+            click.echo(what, err=True)
+
+    return models.ensure("demo", report=report)
+
+
+def _short(model_path: str) -> str:
+    return Path(model_path).name
+
+
+def _sized(flags: tuple[str, ...]) -> bool:
+    return any(flag.startswith(("--max-total-tokens", "--mem-fraction-static")) for flag in flags)
