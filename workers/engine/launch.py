@@ -28,4 +28,11 @@ async def launch(role: Role, settings: WorkerSettings, argv: Sequence[str], scri
         return ScriptedEngine(load(scripted), role=role, model=settings.model or "scripted")
     from workers.engine.sglang import SGLangEngine
 
-    return SGLangEngine.launch(argv, role=role, settings=settings)
+    return await SGLangEngine.launch(
+        argv,
+        role=role,
+        model=settings.model,
+        bootstrap_port=settings.bootstrap_port,
+        advertise_host=settings.bootstrap_host,
+        transfer_timeout=settings.prefill_timeout,
+    )

@@ -1,0 +1,154 @@
+"""Runs legs on SGLang's tokenizer manager, and makes its many ways to fail into ours.
+
+Every call streams: a streamed request ends in a chunk that says why, where the
+others raise FastAPI's exceptions. `generate_request` is used instead of
+`Engine.async_generate` because the latter's signature lacks fields.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, Final
+
+from schemas.errors import Cancelled, EngineFailed, InferbusError, InvalidRequest, Overloaded, TransferFailed
+from schemas.fleet import Role
+from workers.engine.interface import Delta, Finish, Leg
+from workers.engine.sglang.redact import unquoted
+
+log = logging.getLogger(__name__)
+
+BAD_REQUEST: Final = 400
+UNAVAILABLE: Final = 503
+ABORT_AGAIN_SECONDS: Final = 0.02
+
+
+class Calls:
+    """The engine calls of one engine."""
+
+    def __init__(self, manager: Any, role: Role) -> None:
+        self._manager = manager
+        self._role = role
+        self._fields = _request_fields()
+        self._live: set[str] = set()
+        self._aborted: set[str] = set()
+
+    async def run(self, leg: Leg) -> AsyncGenerator[Delta, None]:
+        """Yields what the engine adds to the leg; see `Engine.generate`."""
+        request = self._request(leg)
+        if leg.rid in self._live:
+            raise EngineFailed("a leg with this rid is running already")
+        self._live.add(leg.rid)
+        try:
+            # Closing SGLang's generator is what aborts the request when ours is closed or cancelled.
+            async with (
+                aclosing(self._manager.generate_request(request, None)) as outputs,
+                aclosing(self._deltas(leg, outputs)) as deltas,
+            ):
+                async for delta in deltas:
+                    yield delta
+        except ValueError as error:
+            if leg.rid in self._aborted:  # SGLang 0.5.17 raises for an abort before the scheduler has it.
+                raise Cancelled("cancelled") from error
+            # SGLang's checks before it schedules a request; prepare makes them first, so this is rare.
+            raise InvalidRequest(f"the engine refused the request: {unquoted(error)}") from error
+        finally:
+            self._live.discard(leg.rid)
+            self._aborted.discard(leg.rid)
+
+    def abort(self, rid: str) -> None:
+        """Ends a leg; unknown ids are no error."""
+        if rid in self._live:
+            self._aborted.add(rid)
+            self._send_abort(rid)
+
+    def _send_abort(self, rid: str) -> None:
+        if rid not in self._live:
+            return
+        state = self._manager.rid_to_state.get(rid)
+        if state is not None and state.dispatched:
+            self._manager.abort_request(rid)
+        else:
+            # The scheduler would find nothing to abort and then run the request when it comes.
+            asyncio.get_running_loop().call_later(ABORT_AGAIN_SECONDS, self._send_abort, rid)
+
+    async def _deltas(
+        self, leg: Leg, outputs: AsyncGenerator[dict[str, Any], None]
+    ) -> AsyncGenerator[Delta, None]:
+        seen = 0
+        async for output in outputs:
+            meta = output["meta_info"]
+            reason = meta.get("finish_reason")
+            if reason is not None and reason["type"] == "abort":
+                # Its text and ids repeat what went before (sgl-project/sglang#40901).
+                raise self._failure(leg, reason)
+            seen += len(output["output_ids"])
+            if reason is not None and seen != meta["completion_tokens"]:
+                log.error("rid %s: %d tokens came, %d were counted", leg.rid, seen, meta["completion_tokens"])
+                raise EngineFailed("the engine's stream does not add up")
+            finish = reason and Finish(reason=reason["type"], matched=reason.get("matched"))
+            yield Delta(
+                index=leg.index,
+                token_ids=output["output_ids"],
+                text=output.get("text", ""),
+                finish=finish,
+                meta=meta,
+            )
+            if finish is not None:
+                return
+        raise EngineFailed("the engine's stream ended without a reason")
+
+    def _failure(self, leg: Leg, reason: dict[str, Any]) -> InferbusError:
+        if leg.rid in self._aborted:
+            return Cancelled("cancelled")
+        status = int(reason.get("status_code") or 0)
+        message = str(reason.get("message") or "no reason given")
+        log.warning("rid %s: the engine aborted with status %d: %s", leg.rid, status, message)
+        if status == BAD_REQUEST:
+            return InvalidRequest(f"the engine refused the request: {unquoted(message)}")
+        if status == UNAVAILABLE:
+            return Overloaded("the engine has no room for the request")
+        if self._role != "both":
+            return TransferFailed("the KV cache could not be transferred")
+        return EngineFailed("the engine aborted the request")
+
+    def _request(self, leg: Leg) -> Any:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        if (leg.rendezvous is None) != (self._role == "both"):
+            raise EngineFailed("a leg needs a rendezvous exactly where prefill and decode are apart")
+        sampling = dict(leg.sampling)
+        if self._role == "prefill":
+            # SGLang's prefill stops after one token by itself, but plans memory for all of them.
+            sampling["max_new_tokens"] = 1
+            sampling["min_new_tokens"] = min(1, sampling.get("min_new_tokens") or 0)
+        fields: dict[str, Any] = {
+            **self._options(leg.options),
+            "rid": leg.rid,
+            "input_ids": list(leg.token_ids),
+            "sampling_params": sampling,
+            "stream": True,
+        }
+        if leg.rendezvous is not None:
+            fields |= {
+                "bootstrap_host": leg.rendezvous.bootstrap.host,
+                "bootstrap_port": leg.rendezvous.bootstrap.port,
+                "bootstrap_room": leg.rendezvous.room,
+            }
+        return GenerateReqInput(**fields)
+
+    def _options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The options in this SGLang's terms: the worker that made them may run another version."""
+        known = {name: value for name, value in options.items() if name in self._fields}
+        if "cache_salt" in options and "cache_salt" not in self._fields:
+            # Before 0.5.23 the server glued the two together itself.
+            known["extra_key"] = options["cache_salt"] + (options.get("extra_key") or "")
+        return known
+
+
+def _request_fields() -> frozenset[str]:
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    return frozenset(GenerateReqInput.__dataclass_fields__)

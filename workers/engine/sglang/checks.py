@@ -1,0 +1,77 @@
+"""What is checked of a request once its tokens are known, before the engine sees it.
+
+An id outside the vocabulary reads memory that is not an embedding, and an
+over-long prompt that only one side of a prefill/decode pair refuses makes the
+other go on with a KV cache that nobody wrote (sgl-project/sglang#30233).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from schemas.errors import ContextLengthExceeded, InvalidRequest
+from schemas.requests import AnyRequest
+
+PROMPT_FIELD: Final = {"tokens": "token_ids", "chat": "messages", "completions": "prompt"}
+
+
+class Bounds(msgspec.Struct, frozen=True, kw_only=True):
+    """What one request may be, on this engine.
+
+    Attributes:
+        context_length: Prompt and answer together, of the model.
+        longest_prompt: In tokens: the context and the KV cache both limit it.
+        longest_total: Prompt and answer together, of the engine's scheduler, which otherwise cuts
+            `max_new_tokens` down without a word.
+        vocabulary: Token ids are below this.
+    """
+
+    context_length: int
+    longest_prompt: int
+    longest_total: int
+    vocabulary: int
+
+    def check_ids(self, token_ids: list[int], param: str) -> None:
+        """Refuses ids outside the vocabulary.
+
+        Raises:
+            InvalidRequest: `param` names the field that they came in.
+        """
+        if not token_ids:
+            raise InvalidRequest(f"{param} gives an empty prompt", param=param)
+        if min(token_ids) < 0 or max(token_ids) >= self.vocabulary:
+            raise InvalidRequest(
+                f"{param} holds a token id outside the vocabulary (0 to {self.vocabulary - 1})", param=param
+            )
+
+    def new_tokens(self, request: AnyRequest, prompt: int) -> int:
+        """How many tokens a choice may have: what was asked for, or what there is room for.
+
+        Raises:
+            ContextLengthExceeded: The prompt, or prompt and answer, do not fit.
+        """
+        param = PROMPT_FIELD[request.kind]
+        wanted = request.sampling.max_new_tokens
+        if prompt > self.longest_prompt:
+            raise ContextLengthExceeded(
+                f"the prompt has {prompt} tokens; at most {self.longest_prompt} fit this worker", param=param
+            )
+        if wanted is not None and prompt + wanted > self.context_length:
+            raise ContextLengthExceeded(
+                f"the prompt's {prompt} tokens and max_tokens {wanted} do not fit the context of "
+                f"{self.context_length} tokens",
+                param="max_tokens",
+            )
+        room = self.longest_total - prompt
+        if wanted is None:
+            return room
+        if wanted > room:
+            _warn(request, f"max_tokens lowered to {room}, which is what the engine has room for")
+        return min(wanted, room)
+
+
+def _warn(request: AnyRequest, warning: str) -> None:
+    if warning not in request.warnings:
+        request.warnings = [*request.warnings, warning]

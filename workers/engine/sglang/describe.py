@@ -1,0 +1,87 @@
+"""What a running engine is: for the registry, for pairing, and for the checks."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from schemas.fleet import Capacity, Signature
+from schemas.subjects import Kind
+from workers.engine.interface import EngineInfo
+from workers.engine.sglang.checks import Bounds
+from workers.engine.sglang.options import Options
+from workers.engine.sglang.serving import Serving
+
+_SCHEDULER_MARGIN: Final = 5
+"""SGLang's scheduler keeps this much between the longest prompt and the longest request."""
+
+
+def setting(manager: Any, name: str) -> Any:
+    """A server argument as SGLang resolved it: newer versions keep that apart from what was given."""
+    if hasattr(manager, "config_value"):
+        return manager.config_value(name)
+    return getattr(manager.server_args, name)
+
+
+def bounds(engine: Any) -> Bounds:
+    """The limits of one request."""
+    manager = engine.tokenizer_manager
+    # The scheduler refuses prompts of this length and more.
+    too_long = manager.max_req_input_len
+    return Bounds(
+        context_length=manager.context_len,
+        longest_prompt=min(too_long, manager.context_len - manager.num_reserved_tokens) - 1,
+        longest_total=too_long + _SCHEDULER_MARGIN - 1,
+        vocabulary=manager.model_config.vocab_size,
+    )
+
+
+async def describe(engine: Any, options: Options, version: str, serving: Serving | None) -> EngineInfo:
+    """The announcement of an engine."""
+    manager = engine.tokenizer_manager
+    kinds: list[Kind] = []
+    if options.role != "prefill":
+        kinds.append("tokens")
+        if serving is not None:
+            kinds += ["chat", "completions"] if serving.has_chat_template else ["completions"]
+    return EngineInfo(
+        name=f"sglang {version}",
+        model=manager.served_model_name,
+        kinds=tuple(kinds),
+        tokenizer=manager.tokenizer is not None,
+        capacity=await _capacity(engine),
+        signature=_signature(manager) if options.role != "both" else None,
+        bootstrap=options.bootstrap,
+    )
+
+
+async def _capacity(engine: Any) -> Capacity:
+    manager = engine.tokenizer_manager
+    states = await manager.get_internal_state()
+    return Capacity(
+        context_length=manager.context_len,
+        # Of one data-parallel rank: a request lives on one.
+        kv_tokens=engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"],
+        page_size=setting(manager, "page_size"),
+        max_running=sum(state["effective_max_running_requests_per_dp"] for state in states),
+        max_prefill_tokens=setting(manager, "max_prefill_tokens"),
+        vocabulary=manager.model_config.vocab_size,
+    )
+
+
+def _signature(manager: Any) -> Signature:
+    config = manager.model_config
+    dtype = str(config.dtype).removeprefix("torch.")
+    kv_dtype = setting(manager, "kv_cache_dtype")
+    return Signature(
+        model=manager.served_model_name,
+        dtype=dtype,
+        kv_dtype=dtype if kv_dtype == "auto" else kv_dtype,
+        page_size=setting(manager, "page_size"),
+        layers=config.num_hidden_layers,
+        kv_heads=config.get_total_num_kv_heads(),
+        head_dim=config.head_dim,
+        tp=setting(manager, "tp_size"),
+        dp=setting(manager, "dp_size"),
+        pp=setting(manager, "pp_size"),
+        backend=setting(manager, "disaggregation_transfer_backend"),
+    )

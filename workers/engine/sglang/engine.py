@@ -1,0 +1,109 @@
+"""`SGLangEngine`: the engine interface on an embedded `sgl.Engine`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from schemas.fleet import Role
+from schemas.requests import AnyRequest
+from workers.engine import cpu
+from workers.engine.interface import Delta, EngineInfo, EngineLoad, Leg, Prompt
+from workers.engine.sglang import bootstrap, describe, health, launch, options, version
+from workers.engine.sglang.calls import Calls
+from workers.engine.sglang.preparing import Preparer
+from workers.engine.sglang.serving import Serving
+
+
+class SGLangEngine:
+    """One SGLang engine in this process; see the package for how to use it.
+
+    The methods are those of `workers.engine.interface.Engine`.
+    """
+
+    def __init__(self, engine: Any, *, role: Role, info: EngineInfo, preparer: Preparer) -> None:
+        """Use `launch`."""
+        self._engine = engine
+        self._role = role
+        self._info = info
+        self._preparer = preparer
+        self._calls = Calls(engine.tokenizer_manager, role)
+
+    @classmethod
+    async def launch(
+        cls,
+        argv: Sequence[str],
+        *,
+        role: Role,
+        model: str | None = None,
+        bootstrap_port: int | None = None,
+        advertise_host: str | None = None,
+        transfer_timeout: float = options.TRANSFER_SECONDS,
+    ) -> SGLangEngine:
+        """Starts an engine in this process; blocks the event loop while the model loads.
+
+        Args:
+            argv: SGLang's own flags. A prefill engine's bootstrap server listens on their `--host`; by
+                default on all interfaces, or on the loopback one where that is advertised.
+            role: The worker's.
+            model: Name to serve the model under, as `--served-model-name`.
+            bootstrap_port: Port of the bootstrap server; a free one by default.
+            advertise_host: How other hosts reach this one; by default the address listened on, or this
+                machine's own.
+            transfer_timeout: Seconds that one side of a KV transfer waits for the other.
+
+        Raises:
+            LaunchFailed: It did not start; nothing of it is left behind.
+        """
+        found = version.installed()
+        cpu.prepare_environment()
+        options.prepare_environment(transfer_timeout)
+        chosen = options.read(
+            argv, role=role, model=model, bootstrap_port=bootstrap_port, advertise_host=advertise_host
+        )
+        engine = launch.build(chosen)
+        try:
+            manager = engine.tokenizer_manager
+            if chosen.bootstrap is not None:
+                await bootstrap.wait_ready(manager, chosen.bootstrap)
+            serving = Serving(engine) if manager.tokenizer is not None else None
+            info = await describe.describe(engine, chosen, found, serving)
+            preparer = Preparer(manager, role=role, bounds=describe.bounds(engine), serving=serving)
+        except BaseException:
+            launch.stop(engine)
+            raise
+        return cls(engine, role=role, info=info, preparer=preparer)
+
+    @property
+    def info(self) -> EngineInfo:
+        """What it can do."""
+        return self._info
+
+    async def prepare(self, request: AnyRequest) -> Prompt:
+        """Checks, renders and tokenises a request."""
+        return await self._preparer.prepare(request)
+
+    def generate(self, leg: Leg) -> AsyncGenerator[Delta, None]:
+        """Runs a leg. A prefill engine yields one delta, whose finish says that the KV cache was sent."""
+        return self._calls.run(leg)
+
+    def abort(self, rid: str) -> None:
+        """Ends a leg."""
+        self._calls.abort(rid)
+
+    async def load(self) -> EngineLoad:
+        """How busy it is, from the snapshot that the scheduler keeps in shared memory."""
+        ranks = await self._engine.tokenizer_manager.get_loads()
+        return EngineLoad(
+            running=sum(rank.num_running_reqs for rank in ranks),
+            waiting=sum(rank.num_waiting_reqs for rank in ranks),
+            kv_used=sum(rank.num_used_tokens for rank in ranks),
+        )
+
+    async def healthy(self) -> bool:
+        """Whether its processes live and answer."""
+        return await health.healthy(self._engine, self._role)
+
+    async def close(self) -> None:
+        """Ends its processes."""
+        launch.stop(self._engine)

@@ -1,0 +1,58 @@
+"""Whether an engine lives and answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from contextlib import aclosing
+from typing import Any, Final
+
+from schemas.fleet import Role
+from workers.engine.sglang import processes
+
+FRESH_SECONDS: Final = 10.0
+"""An engine that said something this lately needs no probe."""
+
+PROBE_SECONDS: Final = 10.0
+
+
+async def healthy(engine: Any, role: Role) -> bool:
+    """Whether its processes live, and its scheduler answers."""
+    if not processes.alive(engine.get_all_child_pids()):
+        return False
+    manager = engine.tokenizer_manager
+    asked = time.time()
+    if asked - manager.last_receive_tstamp < FRESH_SECONDS:
+        return True
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(PROBE_SECONDS):
+            await _probe(manager, role)
+    # Anything heard since is proof enough; a busy scheduler passes probes over.
+    return bool(manager.last_receive_tstamp >= asked)
+
+
+async def _probe(manager: Any, role: Role) -> None:
+    """One token, as SGLang's own health check asks for it: without a peer where there should be one."""
+    from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    request = GenerateReqInput(
+        rid=f"{HEALTH_CHECK_RID_PREFIX}_{uuid.uuid4().hex}",
+        input_ids=[0],
+        sampling_params={"max_new_tokens": 1, "temperature": 0.0},
+        stream=True,
+        log_metrics=False,
+    )
+    if role != "both":
+        request.bootstrap_host = FAKE_BOOTSTRAP_HOST
+        request.bootstrap_room = 0
+    try:
+        async with aclosing(manager.generate_request(request, None)) as outputs:
+            async for _ in outputs:
+                return
+    finally:
+        # The scheduler does not answer a probe's abort, so nobody else would forget it.
+        manager.rid_to_state.pop(request.rid, None)

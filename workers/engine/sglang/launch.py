@@ -1,0 +1,137 @@
+"""Builds SGLang's engine inside our process, and keeps it from taking the process over.
+
+SGLang's `Engine` replaces signal handlers and logging set-up, ends the process
+when a child dies (with status 0 where it is process 1 of a container), and says
+why a start failed in a log only. Here its death ends the process with
+`ENGINE_DIED`, and a failed start is a `LaunchFailed` with nothing left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import logging
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final, NoReturn
+
+from workers.engine.sglang import children, processes
+from workers.engine.sglang.errors import LaunchFailed
+from workers.engine.sglang.options import Options, one_line
+
+log = logging.getLogger(__name__)
+
+ENGINE_DIED: Final = 70
+"""Exit status of a process whose engine died (`EX_SOFTWARE`)."""
+
+
+def build(options: Options) -> Any:
+    """An `sgl.Engine`, ready, bound to the running event loop. Blocks while the model loads.
+
+    Raises:
+        LaunchFailed: It did not start.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise LaunchFailed("the engine has to be built in the main thread: SGLang needs its signal handlers")
+    before = processes.below()
+    with tempfile.TemporaryDirectory(prefix="inferbus-engine-") as scratch, _own_logging():
+        report = Path(scratch, "reason")
+        os.environ[children.REPORT] = str(report)
+        signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGQUIT)}
+        try:
+            # The loop cannot run while SGLang loads, so SIGTERM has to end the process by itself.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            engine = _engine_class()(server_args=options.arguments)
+            _attach(engine)
+        except (Exception, SystemExit) as error:
+            processes.end(processes.below() - before)
+            for number, handler in signals.items():
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+            reason = report.read_text() if report.exists() else one_line(error)
+            raise LaunchFailed(f"the engine did not start: {reason}") from error
+        finally:
+            del os.environ[children.REPORT]
+    return engine
+
+
+def _engine_class() -> Any:
+    """SGLang's `Engine` with our functions in its processes and our handler for their death."""
+    from sglang.srt.entrypoints.engine import Engine
+
+    class Embedded(Engine):  # type: ignore[misc]
+        run_scheduler_process_func = staticmethod(children.run_scheduler)
+        run_detokenizer_process_func = staticmethod(children.run_detokenizer)
+
+        @classmethod
+        def _launch_scheduler_processes(cls, *arguments: Any, **named: Any) -> Any:
+            # SGLang has set a handler by now that kills this process without a word.
+            signal.signal(signal.SIGQUIT, _fail_start)
+            return super()._launch_scheduler_processes(*arguments, **named)
+
+    return Embedded
+
+
+def _fail_start(_number: int, _frame: FrameType | None) -> NoReturn:
+    """Runs when a child fails while the engine starts."""
+    raise LaunchFailed("a process of the engine ended while it started")
+
+
+def _attach(engine: Any) -> None:
+    """Starts the tokenizer manager's tasks on the running loop, and takes the signals back.
+
+    SGLang would do this at its first request and take SIGTERM from us then. It happens once per
+    manager, so later handlers stay.
+    """
+    manager = engine.tokenizer_manager
+    manager.auto_create_handle_loop()
+    loop = asyncio.get_running_loop()
+    loop.remove_signal_handler(signal.SIGTERM)
+    loop.remove_signal_handler(signal.SIGQUIT)
+
+    def die(_number: int, _frame: FrameType | None) -> NoReturn:
+        log.critical("a process of the engine died; this process ends")
+        if manager.crash_dump_folder:
+            manager.dump_requests_before_crash()
+        processes.end(pids & processes.below())
+        os._exit(ENGINE_DIED)
+
+    pids = set(engine.get_all_child_pids())
+    # Not through the loop: it may be busy, and nothing of the engine's would answer it any more.
+    signal.signal(signal.SIGQUIT, die)
+
+
+def stop(engine: Any) -> None:
+    """Ends the engine's processes, and what it runs on our event loop.
+
+    Not by `Engine.shutdown`, which kills every child of this process, ours included.
+    """
+    manager = engine.tokenizer_manager
+    if manager._subprocess_watchdog is not None:
+        manager._subprocess_watchdog.stop()
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    atexit.unregister(engine.shutdown)
+    for task in manager.asyncio_tasks:
+        task.cancel()
+    processes.end(set(engine.get_all_child_pids()) & processes.below())
+
+
+@contextlib.contextmanager
+def _own_logging() -> Iterator[None]:
+    """Puts the root logger back as it was: SGLang replaces and closes its handlers."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    root.handlers.clear()
+    try:
+        yield
+    finally:
+        if handlers:
+            root.handlers[:] = handlers
+            # The root's level is the program's; SGLang's own, which its flag sets, goes to its loggers.
+            logging.getLogger("sglang").setLevel(root.level)
+            root.setLevel(level)

@@ -1,0 +1,146 @@
+"""From a request of the contract to a prompt: checked, rendered and tokenised once."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any, Final
+
+from schemas.errors import InvalidRequest, NotSupported
+from schemas.fleet import Role
+from schemas.requests import AnyRequest, ChatRequest, CompletionRequest, TokenRequest
+from schemas.sampling import GRAMMARS, INT64
+from workers.engine.sglang.answers import OpenAIAnswer
+from workers.engine.sglang.checks import PROMPT_FIELD, Bounds
+from workers.engine.sglang.prompts import SGLangPrompt
+from workers.engine.sglang.redact import unquoted
+from workers.engine.sglang.serving import Serving, with_late_parameters
+from workers.engine.tokens import TokensAnswer
+
+_OPTIONS: Final = (
+    "return_logprob",
+    "logprob_start_len",
+    "top_logprobs_num",
+    "return_text_in_logprobs",
+    "lora_path",
+    "priority",
+    "cache_salt",
+    "extra_key",
+    "require_reasoning",
+)
+"""Fields of SGLang's request that a leg's options take over from its conversion."""
+
+_NEED_TOKENIZER: Final = ("stop", "stop_regex", *GRAMMARS, "min_new_tokens")
+
+
+class Preparer:
+    """Prepares requests for one engine.
+
+    Args:
+        manager: SGLang's tokenizer manager.
+        role: The worker's.
+        bounds: The engine's limits.
+        serving: None with `--skip-tokenizer-init`.
+    """
+
+    def __init__(self, manager: Any, *, role: Role, bounds: Bounds, serving: Serving | None) -> None:
+        self._manager = manager
+        self._role = role
+        self._bounds = bounds
+        self._serving = serving
+        self._model_defaults: dict[str, Any] = manager.model_config.get_default_sampling_params() or {}
+
+    async def prepare(self, request: AnyRequest) -> SGLangPrompt:
+        """See `Engine.prepare`."""
+        request.sampling.check_vocabulary(self._bounds.vocabulary)
+        if request.priority is not None and request.priority not in INT64:
+            raise InvalidRequest("priority must fit a signed 64-bit integer", param="priority")
+        if isinstance(request, TokenRequest):
+            return self._tokens(request)
+        return await self._openai(request)
+
+    def _tokens(self, request: TokenRequest) -> SGLangPrompt:
+        if self._serving is None:
+            _refuse_text(request)
+        sampling = {**self._model_defaults, **request.sampling.given()}
+        options: dict[str, Any] = {
+            "priority": request.priority,
+            "lora_path": request.lora_path,
+            "cache_salt": request.cache_salt,
+        }
+        if request.logprobs:
+            options["return_logprob"] = True
+            options["top_logprobs_num"] = request.top_logprobs or 0
+        choices = request.sampling.choices
+        return self._prompt(
+            request,
+            request.token_ids,
+            sampling=sampling,
+            options=options,
+            answer=partial(TokensAnswer, request, prompt_tokens=len(request.token_ids), choices=choices),
+        )
+
+    async def _openai(self, request: ChatRequest | CompletionRequest) -> SGLangPrompt:
+        serving = self._serving
+        if serving is None:
+            raise NotSupported(f"this worker has no tokenizer, so it cannot serve {request.kind}")
+        chat = isinstance(request, ChatRequest)
+        if chat and not serving.has_chat_template:
+            raise NotSupported("the model has no chat template")
+        if self._role != "both" and isinstance(request, CompletionRequest):
+            _refuse_prompt_logprobs(request)
+        converted, openai = await serving.convert(request)
+        handler = serving.chat if chat else serving.completion
+        return self._prompt(
+            request,
+            list(converted.input_ids),
+            sampling=with_late_parameters(converted.sampling_params, request),
+            options={name: getattr(converted, name, None) for name in _OPTIONS},
+            answer=partial(OpenAIAnswer, handler, openai, chat=chat),
+        )
+
+    def _prompt(
+        self,
+        request: AnyRequest,
+        token_ids: list[int],
+        *,
+        sampling: dict[str, Any],
+        options: dict[str, Any],
+        answer: Any,
+    ) -> SGLangPrompt:
+        self._bounds.check_ids(token_ids, PROMPT_FIELD[request.kind])
+        sampling = {name: value for name, value in sampling.items() if name != "n"}
+        sampling["max_new_tokens"] = self._bounds.new_tokens(request, len(token_ids))
+        self._verify(sampling)
+        return SGLangPrompt(
+            token_ids,
+            sampling=sampling,
+            options={name: value for name, value in options.items() if value not in (None, False)},
+            choices=request.sampling.choices,
+            answer=answer,
+        )
+
+    def _verify(self, sampling: dict[str, Any]) -> None:
+        """SGLang's own checks, now instead of in the middle of a hand-off."""
+        try:
+            parameters = self._manager.sampling_params_class(**sampling)
+            parameters.normalize(self._manager.tokenizer)
+            parameters.verify(self._bounds.vocabulary)
+        except (ValueError, TypeError, re.error, RecursionError) as error:
+            raise InvalidRequest(
+                f"SGLang refused the sampling parameters: {unquoted(error)}", param="sampling_params"
+            ) from error
+
+
+def _refuse_prompt_logprobs(request: CompletionRequest) -> None:
+    if request.echo and request.logprobs:
+        raise NotSupported(
+            "echo with logprobs needs the prompt's own, which a decode engine does not have", param="echo"
+        )
+
+
+def _refuse_text(request: TokenRequest) -> None:
+    """What an engine without a tokenizer would silently ignore, or die of (sgl-project/sglang#9039)."""
+    for name in _NEED_TOKENIZER:
+        if getattr(request.sampling, name):
+            raise NotSupported(f"this worker has no tokenizer, so it cannot honour {name}", param=name)

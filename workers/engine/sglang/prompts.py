@@ -1,0 +1,58 @@
+"""A request on its way through SGLang: checked, tokenised, and cut into legs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from workers.engine.interface import Answer, Leg
+
+SEEDS: Final = 2**64
+
+
+class SGLangPrompt:
+    """`Prompt` for this engine.
+
+    Args:
+        token_ids: The prompt.
+        sampling: SGLang's sampling parameters of one choice.
+        options: Further fields of SGLang's `GenerateReqInput`, as plain data.
+        choices: How many legs.
+        answer: Makes a formatter.
+    """
+
+    def __init__(
+        self,
+        token_ids: list[int],
+        *,
+        sampling: dict[str, Any],
+        options: dict[str, Any],
+        choices: int,
+        answer: Callable[[], Answer],
+    ) -> None:
+        self._token_ids = token_ids
+        self._sampling = sampling
+        self._options = options
+        self._choices = choices
+        self._answer = answer
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self._token_ids
+
+    @property
+    def choices(self) -> int:
+        return self._choices
+
+    def leg(self, index: int, *, rid: str) -> Leg:
+        """One choice as one engine call: without `n`, and with a seed of its own where there is one."""
+        sampling = dict(self._sampling)
+        seed = sampling.get("sampling_seed")
+        if seed is not None:
+            sampling["sampling_seed"] = (seed + index + SEEDS // 2) % SEEDS - SEEDS // 2
+        return Leg(
+            rid=rid, index=index, token_ids=self._token_ids, sampling=sampling, options=dict(self._options)
+        )
+
+    def answer(self) -> Answer:
+        return self._answer()

@@ -1,0 +1,232 @@
+"""SGLang's OpenAI server as a library: its request conversion and its formatters, without HTTP.
+
+Chat templates, tools, reasoning, structured output and the shape of chunks are
+its business, and an answer of ours equals its own. What is used of it is
+private (`_convert_to_internal_request`, `_generate_chat_stream`,
+`_build_chat_response`, their siblings for completions, and `_tokenize_texts`);
+`version.py` bounds the versions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+from typing import Any, Final
+
+from schemas.errors import InvalidRequest, NotSupported
+from schemas.requests import ChatRequest, CompletionRequest
+from workers.engine.sglang.redact import safe
+
+log = logging.getLogger(__name__)
+
+_SAMPLING_NAMES: Final = {
+    "max_new_tokens": "max_completion_tokens",
+    "min_new_tokens": "min_tokens",
+    "sampling_seed": "seed",
+}
+"""`Sampling`'s names that OpenAI's request has another for."""
+
+_LATE: Final = ("json_schema", "structural_tag", "spaces_between_special_tokens")
+"""Parameters that a chat request has no field for; put on SGLang's parameters afterwards."""
+
+_CHAT_FIELDS: Final = (
+    "messages",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "response_format",
+    "logprobs",
+    "top_logprobs",
+    "reasoning_effort",
+    "reasoning",
+    "separate_reasoning",
+    "stream_reasoning",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "priority",
+    "lora_path",
+    "cache_salt",
+)
+_COMPLETION_FIELDS: Final = (
+    "prompt",
+    "echo",
+    "logprobs",
+    "response_format",
+    "priority",
+    "lora_path",
+    "cache_salt",
+)
+_MUTATED: Final = frozenset({"tools", "response_format", "chat_template_kwargs"})
+"""Fields that SGLang changes in place."""
+
+
+class PassThrough:
+    """Stands in for the tokenizer manager in SGLang's formatters.
+
+    They hand their first argument to `generate_request` and format what comes; here it comes back.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+    def generate_request(self, source: Any, _request: Any = None) -> Any:
+        return source
+
+
+class Serving:
+    """The two handlers of SGLang's OpenAI server, on an embedded engine."""
+
+    def __init__(self, engine: Any) -> None:
+        from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
+
+        self._manager = engine.tokenizer_manager
+        stand_in = PassThrough(self._manager)
+        self.chat = self._manager.serving_chat_class(stand_in, engine.template_manager)
+        self.completion = OpenAIServingCompletion(stand_in, engine.template_manager)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model can chat."""
+        return bool(
+            getattr(self._manager.tokenizer, "chat_template", None)
+            or self.chat.template_manager.chat_template_name
+            or self.chat.chat_encoding_spec
+        )
+
+    async def convert(self, request: ChatRequest | CompletionRequest) -> tuple[Any, Any]:
+        """SGLang's request for a chat or completion request, with `input_ids`; and its OpenAI form.
+
+        Raises:
+            InvalidRequest: SGLang refused it, or its template did.
+            NotSupported: It holds what the model cannot take.
+        """
+        handler = self.chat if isinstance(request, ChatRequest) else self.completion
+        openai = _parse(_model_type(request), _fields(request))
+        openai.model = "default"  # A colon in the name would be read as `base:adapter`.
+        try:
+            problem = handler._validate_request(openai)
+        except Exception as error:  # foreign code, over the caller's schema
+            raise _refused(error, request) from error
+        if problem:
+            raise _problem(problem, request)
+        loop = asyncio.get_running_loop()
+        try:
+            # Off the loop: rendering and tokenising a long prompt takes a while.
+            converted, openai = await loop.run_in_executor(
+                None, handler._convert_to_internal_request, openai, None
+            )
+            if converted.contains_mm_input():
+                raise NotSupported("images, audio and video are not supported", param=_prompt_field(request))
+            if converted.input_ids is None:
+                converted.input_ids, _ = await self._manager._tokenize_texts(converted.text, False)
+        except NotSupported:
+            raise
+        except Exception as error:  # a template and a tokenizer may raise anything
+            raise _refused(error, request) from error
+        openai.model = self._manager.served_model_name
+        return converted, openai
+
+
+def _fields(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
+    """The request in SGLang's OpenAI fields."""
+    chat = isinstance(request, ChatRequest)
+    fields: dict[str, Any] = {}
+    for name in _CHAT_FIELDS if chat else _COMPLETION_FIELDS:
+        value = getattr(request, name)
+        if value is not None:
+            fields[name] = copy.deepcopy(value) if name in _MUTATED else value
+    for name, value in request.sampling.given().items():
+        if name not in _LATE or (name == "json_schema" and not chat):
+            fields[_SAMPLING_NAMES.get(name, name)] = value
+    if not chat and "max_completion_tokens" in fields:
+        fields["max_tokens"] = fields.pop("max_completion_tokens")
+    fields["stream"] = bool(request.stream)
+    if request.stream_options is not None:
+        fields["stream_options"] = {
+            "include_usage": bool(request.stream_options.include_usage),
+            "continuous_usage_stats": bool(request.stream_options.continuous_usage_stats),
+        }
+    return fields
+
+
+def with_late_parameters(
+    sampling: dict[str, Any], request: ChatRequest | CompletionRequest
+) -> dict[str, Any]:
+    """SGLang's parameters with those that the OpenAI request could not carry, and without empty ones.
+
+    Raises:
+        InvalidRequest: One of them is there already, from `response_format` or from tools.
+    """
+    merged = {name: value for name, value in sampling.items() if value is not None and name != "n"}
+    given = request.sampling.given()
+    for name in _LATE:
+        if name not in given:
+            continue
+        if name.startswith(("json", "structural")) and merged.get(name, given[name]) != given[name]:
+            raise InvalidRequest(f"{name} and response_format or tools exclude each other", param=name)
+        merged[name] = given[name]
+    return merged
+
+
+def _model_type(request: ChatRequest | CompletionRequest) -> Any:
+    from sglang.srt.entrypoints.openai import protocol
+
+    return protocol.ChatCompletionRequest if isinstance(request, ChatRequest) else protocol.CompletionRequest
+
+
+def _parse(kind: Any, fields: dict[str, Any]) -> Any:
+    from pydantic import ValidationError
+
+    try:
+        return kind(**fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        param = _path(first["loc"]) or None
+        text = safe(first["msg"], fields) or "is not valid"
+        raise InvalidRequest(f"{param}: {text}" if param else text, param=param) from None
+    except (AttributeError, TypeError, KeyError) as error:
+        # SGLang's validators look into fields before their types are checked.
+        raise InvalidRequest("a field has the wrong type") from error
+
+
+def _path(location: tuple[str | int, ...]) -> str:
+    """`messages[0].content`: the names of union members, which pydantic puts in between, left out."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and not part[0].isupper() and part not in ("str", "int", "float", "bool"):
+            path += f".{part}" if path else part
+    return path
+
+
+def _problem(problem: str, request: ChatRequest | CompletionRequest) -> InvalidRequest | NotSupported:
+    if "only supports text input" in problem:
+        return NotSupported("the model takes text only", param="messages")
+    text = safe(problem, request.messages if isinstance(request, ChatRequest) else request.prompt)
+    return InvalidRequest(text or "SGLang refused the request")
+
+
+def _refused(error: Exception, request: ChatRequest | CompletionRequest) -> InvalidRequest:
+    """What rendering, tokenising or converting this request raised: its own doing, whatever the class.
+
+    A template tells by an exception that it does not like a conversation, and mistral's tokenizers
+    have classes of their own for it.
+    """
+    detail = getattr(error, "detail", None) or error
+    content = request.messages if isinstance(request, ChatRequest) else request.prompt
+    text = safe(detail, [content, getattr(request, "tools", None)])
+    log.info("the conversion refused a request: %s", type(error).__name__)
+    log.debug("the conversion refused a request", exc_info=error)
+    param = _prompt_field(request)
+    return InvalidRequest(
+        f"{param} could not be rendered for this model: {text or type(error).__name__}", param=param
+    )
+
+
+def _prompt_field(request: ChatRequest | CompletionRequest) -> str:
+    return "messages" if isinstance(request, ChatRequest) else "prompt"
