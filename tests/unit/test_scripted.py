@@ -435,13 +435,19 @@ def test_a_script_is_read_from_a_file(tmp_path: Path) -> None:
         "[[rules]]\ncount = [5, 5]",
         "[[rules]]\n[rules.fault]\ncode = 'no_such_code'",
         "not toml",
+        "\xff",
     ],
 )
 def test_a_file_that_is_no_script_is_refused_by_name(tmp_path: Path, text: str) -> None:
     path = tmp_path / "script.toml"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"script\.toml"):
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(EngineFailed, match=r"script\.toml"):
         load(path)
+
+
+def test_a_file_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(EngineFailed, match=r"none\.toml"):
+        load(tmp_path / "none.toml")
 
 
 @pytest.mark.parametrize(("do", "by"), [("crash", signal.SIGABRT), ("kill", signal.SIGKILL)])

@@ -27,7 +27,7 @@ from typing import Literal
 
 import msgspec
 
-from schemas.errors import BY_CODE
+from schemas.errors import BY_CODE, EngineFailed
 from schemas.fleet import Bootstrap
 from workers.engine.interface import Leg
 
@@ -171,16 +171,15 @@ def load(path: Path) -> Script:
     """The script in a file.
 
     Raises:
-        ValueError: The file is no script; the message names it and the field.
-        OSError: It cannot be read.
+        EngineFailed: It cannot be read, or is no script; the message names the file and the field.
     """
-    data = path.read_bytes()
     try:
+        data = path.read_bytes()
         if path.suffix == ".json":
             return msgspec.json.decode(data, type=Script)
         return msgspec.toml.decode(data, type=Script)
-    except msgspec.DecodeError as error:
-        raise ValueError(f"{path}: {error}") from error
+    except (OSError, msgspec.DecodeError) as error:
+        raise EngineFailed(f"the script {path} cannot be used: {error}") from error
 
 
 def _overlap(prompt: list[int], answer: list[int]) -> int:
