@@ -9,7 +9,7 @@ import msgspec
 from schemas.subjects import Kind
 
 Role = Literal["prefill", "decode", "both"]
-State = Literal["ready", "draining", "failed"]
+State = Literal["starting", "ready", "draining", "failed"]
 
 BUCKET: Final = "INFER_WORKERS"
 
@@ -81,7 +81,7 @@ class WorkerInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
     Attributes:
         worker: Its id, new for every process.
         role: prefill, decode or both.
-        state: `failed` is the last word of a worker that could not start.
+        state: Only a `ready` one takes work; `failed` is the last word of one that could not start.
         model: The served model name.
         kinds: Kinds of requests that it answers; empty for prefill.
         tokenizer: Whether it can render, tokenise and decode text.

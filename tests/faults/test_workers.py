@@ -263,7 +263,7 @@ async def test_a_job_longer_than_the_ack_wait_runs_once_a1(nc: Client, workers: 
 
 async def test_prefill_that_dies_is_replaced_before_the_first_token(nc: Client, workers: Fleet) -> None:
     first = await workers.start("prefill", "[[rules]]\nfirst_delay = 60\n")
-    await workers.start("decode", "[[rules]]\nlength = 3\nfirst_delay = 0.5\n", prefill_timeout=2)
+    await workers.start("decode", "[[rules]]\nlength = 3\nfirst_delay = 0.5\n", prefill_timeout=6)
     answer = await request(nc)
     await eventually(lambda: workers.roster.workers(role="prefill")[0].load.running)
     await workers.start("prefill", "")

@@ -112,7 +112,9 @@ async def job_queue(bus: Bus, model: str, settings: WorkerSettings) -> JobQueue:
             model,
             classes,
             ack_wait=settings.ack_wait,
-            max_deliver=settings.max_deliver,
+            # Attempts are bounded by the workers, which bury a job that has used them up. At a bound of
+            # its own the server would keep the job, and show it to nobody any more (trial A4).
+            max_deliver=layout.UNLIMITED,
         )
 
     async def recreate() -> None:

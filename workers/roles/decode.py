@@ -117,6 +117,7 @@ class Decode:
         """Begins to take requests."""
         self._attempts.probe = self._bus.probe_inbox(self._attempts.gone).subject
         await self._bus.subscribe(self._bus.subjects.all("cancel"), self._cancel_arrived)
+        await self._live.join()
         self._running = [asyncio.create_task(self._live.run()), asyncio.create_task(self._jobs.run())]
 
     async def drain(self, *, grace: float, hurry: asyncio.Event) -> None:

@@ -7,11 +7,11 @@ import datetime as dt
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import structlog
 
-from schemas.errors import CallerError, Draining, InferbusError, Overloaded
+from schemas.errors import BusUnavailable, CallerError, Draining, InferbusError, Overloaded
 from schemas.subjects import Subjects
 from workers.bus.interface import Delivery, Stored
 from workers.bus.message import Callback, Message
@@ -22,6 +22,9 @@ from workers.jobs.scope import Scope
 from workers.roles.slots import Slots
 
 log = structlog.get_logger()
+
+REJOIN: Final = 1.0
+"""Seconds before the queue group is joined again where that failed."""
 
 
 class Tasks:
@@ -98,29 +101,43 @@ class LiveIntake:
         self._now = now
         self._changed = asyncio.Event()
         self._draining = False
+        self._joined: Subscription | None = None
 
     def slots_changed(self) -> None:
         """To be called whenever a slot was taken or freed."""
         self._changed.set()
 
+    async def join(self) -> None:
+        """Joins the queue group; on return, requests arrive."""
+        self._joined = await self._subscribe(self._received)
+
     async def run(self) -> None:
-        """Joins and leaves the queue group as slots come and go, until `drain`."""
-        joined: Subscription | None = None
+        """Leaves the queue group and joins it again as slots come and go, until `drain`."""
         while not self._draining:
             self._changed.clear()
-            if joined is None and not self._slots.full:
-                joined = await self._subscribe(self._received)
-            elif joined is not None and self._slots.full:
-                await joined.unsubscribe()
-                joined = None
+            try:
+                if self._joined is None and not self._slots.full:
+                    await self.join()
+                elif self._joined is not None and self._slots.full:
+                    await self._leave()
+            except BusUnavailable as error:
+                log.warning("requests.not_joined", reason=error.message)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(REJOIN):
+                        await self._changed.wait()
+                continue
             await self._changed.wait()
-        if joined is not None:
-            await joined.unsubscribe()
+        await self._leave()
 
     def drain(self) -> None:
         """Takes nothing more; `run` returns."""
         self._draining = True
         self._changed.set()
+
+    async def _leave(self) -> None:
+        joined, self._joined = self._joined, None
+        if joined is not None:
+            await joined.unsubscribe()
 
     def _received(self, message: Message) -> None:
         stored = Stored(

@@ -114,7 +114,7 @@ class _Worker:
     async def _serve(self, bus: Bus, engine: Engine) -> int:
         settings, info = self._settings.worker, engine.info
         slots = Slots(settings.slots or info.capacity.max_running, live_share=settings.live_share)
-        described = self._info("ready", engine, slots)
+        described = self._info("starting", engine, slots)
         load = functools.partial(self._load, engine, slots)
         async with Registry(bus, described, settings=settings, load=load) as registry:
             program = await self._program(bus, engine, registry, slots)
