@@ -12,6 +12,7 @@ from `options()`, so that a setting is written down once: here.
 
 from __future__ import annotations
 
+import functools
 import re
 import secrets
 import tomllib
@@ -101,7 +102,7 @@ class BusSettings(_Section, frozen=True, kw_only=True):
             if parts.scheme not in _SCHEMES or not parts.hostname:
                 yield (
                     "urls",
-                    f"must be nats://, tls://, ws:// or wss:// and a host, not {hide_userinfo(url)!r}",
+                    f"must be a nats://, tls://, ws:// or wss:// URL, not {hide_userinfo(url)!r}",
                 )
         ways = [name for name in ("creds", "nkey", "user", "token") if getattr(self, name) is not None]
         if len(ways) > 1:
@@ -163,13 +164,15 @@ class WorkerSettings(_Section, frozen=True, kw_only=True):
         ),
     ] = ("_INBOX.",)
     deadline: Annotated[
-        float | None, Meta(description="Deadline of requests that name none, seconds from arrival.", gt=0)
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="Deadline of requests that name none, seconds from arrival."),
     ] = None
     client_gone_every: Annotated[
         int, Meta(description="Ask with every k-th chunk whether a live caller is still there.", ge=1)
     ] = 16
     owner_cap: Annotated[
-        int | None, Meta(description="Jobs of one owner that this worker runs at once.", ge=1)
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Jobs of one owner that this worker runs at once."),
     ] = None
 
     @property
@@ -393,7 +396,7 @@ def _option(section: str, field: Any) -> Option:
     name = extra.get("name", field.name.replace("_", "-"))
     full = name if section == "worker" else f"{table}-{name}"
     multiple = get_origin(plain) is tuple
-    kinds = [kind for kind in get_args(plain) if kind is not type(None)] if get_args(plain) else [plain]
+    kinds = [_plain(kind) for kind in get_args(plain) if kind is not type(None)] or [plain]
     kind = str if get_origin(plain) is dict else kinds[0]
     default = field.default if field.default is not msgspec.NODEFAULT else None
     return Option(
@@ -411,6 +414,7 @@ def _option(section: str, field: Any) -> Option:
     )
 
 
+@functools.cache
 def _hints(section: str) -> dict[str, Any]:
     return get_type_hints(_CLASSES[section], include_extras=True)
 

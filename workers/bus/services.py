@@ -162,15 +162,14 @@ class Service:
 
     def stats(self) -> dict[str, Any]:
         """The answer to STATS."""
-        endpoints = []
-        for endpoint in self._endpoints:
-            # Always there, since nats-py cannot read an answer without it.
-            endpoints.append(endpoint._stats() | {"data": dict(self._data(endpoint) or {})})
         return {
             "type": f"{TYPE}.stats_response",
             **self._identity,
             "started": self._started.isoformat().replace("+00:00", "Z"),
-            "endpoints": endpoints,
+            # `data` is always there, since nats-py cannot read an answer without it.
+            "endpoints": [
+                endpoint._stats() | {"data": dict(self._data(endpoint) or {})} for endpoint in self._endpoints
+            ],
         }
 
     async def __aenter__(self) -> Service:

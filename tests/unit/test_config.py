@@ -1,0 +1,189 @@
+"""Settings: where they come from, which wins, and what is said of those that cannot be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from workers.config import (
+    BusSettings,
+    ConfigError,
+    Option,
+    Settings,
+    StreamSettings,
+    WorkerSettings,
+    hide_userinfo,
+    options,
+    resolve,
+)
+
+
+def told(
+    flags: dict[str, Any] | None = None, env: dict[str, str] | None = None, file: Path | None = None
+) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        resolve(Settings, flags or {}, env or {}, file)
+    return error.value.problems
+
+
+def test_without_any_source_there_are_defaults() -> None:
+    settings = resolve(Settings, {}, {})
+    assert settings.bus == BusSettings()
+    assert settings.streams == StreamSettings()
+    assert settings.worker.classes == {"interactive": 4, "batch": 1}
+    assert settings.worker.heartbeat == 10
+
+
+def test_every_worker_has_an_id_of_its_own() -> None:
+    assert resolve(Settings, {}, {}).worker.worker != resolve(Settings, {}, {}).worker.worker
+
+
+def test_a_flag_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "inferbus.toml"
+    file.write_text("[worker]\nslots = 1\nack_wait = 10\ngrace = 5.5\n")
+    env = {"INFERBUS_SLOTS": "2", "INFERBUS_ACK_WAIT": "20", "OTHER": "x"}
+    worker = resolve(Settings, {"slots": 3, "grace": None}, env, file).worker
+    assert (worker.slots, worker.ack_wait, worker.grace) == (3, 20.0, 5.5)
+
+
+def test_other_defaults_can_be_given() -> None:
+    base = Settings(worker=WorkerSettings(slots=7, grace=1))
+    worker = resolve(base, {"grace": 2}, {}).worker
+    assert (worker.slots, worker.grace) == (7, 2.0)
+
+
+def test_lists_and_weights_can_be_written_in_one_line_or_in_toml(tmp_path: Path) -> None:
+    file = tmp_path / "inferbus.toml"
+    file.write_text('[nats]\nurl = ["nats://a:1", "nats://b:2"]\n[worker]\nclasses = { batch = 2 }\n')
+    settings = resolve(Settings, {}, {}, file)
+    assert settings.bus.urls == ("nats://a:1", "nats://b:2")
+    assert settings.worker.classes == {"batch": 2}
+    env = {"INFERBUS_NATS_URL": "nats://c:3, d", "INFERBUS_CLASSES": "interactive:9, batch:1"}
+    settings = resolve(Settings, {}, env, file)
+    assert settings.bus.urls == ("nats://c:3", "d")
+    assert settings.worker.classes == {"interactive": 9, "batch": 1}
+    assert resolve(Settings, {"nats_url": ("nats://e:4",)}, env, file).bus.urls == ("nats://e:4",)
+    assert resolve(Settings, {"nats_url": ()}, env, file).bus.urls == ("nats://c:3", "d")
+
+
+def test_all_problems_are_told_together_each_with_its_source(tmp_path: Path) -> None:
+    file = tmp_path / "inferbus.toml"
+    file.write_text('[worker]\nslots = -1\nwrong = 1\n[streams]\nreplicas = "x"\n[extra]\na = 1\n')
+    problems = told(
+        {"ack_wait": "soon", "nats_creds": str(tmp_path / "none")},
+        {"INFERBUS_NATS_URL": "http://host", "INFERBUS_CLASSES": "urgent:1"},
+        file,
+    )
+    text = "\n".join(problems)
+    for part in (
+        f"worker.slots (file {file})",
+        f"worker.wrong (file {file}): no such setting",
+        f"streams.replicas (file {file})",
+        f"extra (file {file}): no such section",
+        "worker.ack_wait (flag --ack-wait)",
+        "nats.creds (flag --nats-creds): no such file",
+        "nats.url (environment INFERBUS_NATS_URL): must be a nats://",
+        "worker.classes (environment INFERBUS_CLASSES): knows interactive, batch; not urgent",
+    ):
+        assert part in text
+    assert len(problems) == 8
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"nats_user": "u"}, "user (flag --nats-user): and password belong together"),
+        ({"nats_token": "t", "nats_user": "u", "nats_password": "p"}, "cannot be combined with user"),
+        ({"nats_prefix": "a.>"}, "nats.prefix (flag --nats-prefix)"),
+        ({"nats_inbox_prefix": "_INBOX.*"}, "nats.inbox_prefix"),
+        ({"reply_prefix": ("_INBOX",)}, "end in a dot"),
+        ({"reply_prefix": ("$JS.API.",)}, "plain tokens"),
+        ({"live_share": 1.5}, "worker.live_share"),
+        ({"classes": "batch"}, "name:weight"),
+        ({"classes": "batch:0"}, "worker.classes"),
+        ({"announce_interval": 60}, "worker.announce_interval"),
+        ({"prefill_timeout": 301}, "at most 300"),
+        ({"nats_tls_ca": "/none"}, "no such file"),
+        ({"max_deliver": 1.5}, "worker.max_deliver"),
+    ],
+)
+def test_what_cannot_be_used_is_named(flags: dict[str, Any], message: str) -> None:
+    assert message in "\n".join(told(flags))
+
+
+def test_certificate_and_key_belong_together(tmp_path: Path) -> None:
+    (tmp_path / "cert.pem").write_text("x")
+    assert "tls_key belong together" in told({"nats_tls_cert": tmp_path / "cert.pem"})[0]
+
+
+def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    assert "No such file" in told(file=tmp_path / "none.toml")[0]
+    (tmp_path / "broken.toml").write_text("[nats\n")
+    assert "not valid TOML" in told(file=tmp_path / "broken.toml")[0]
+
+
+def test_secrets_are_shown_nowhere() -> None:
+    secrets = {"nats_url": ("nats://joe:hunter2@host:4222", "nats://s3cret@host"), "nats_user": "u"}
+    settings = resolve(Settings, secrets | {"nats_password": "hunter2"}, {})
+    for text in (repr(settings), str(settings), repr(settings.bus), f"{settings.bus}"):
+        assert "hunter2" not in text
+        assert "s3cret" not in text
+        assert "***" in text
+        assert "host:4222" in text
+    assert settings.bus.password == "hunter2"
+    problems = told({"nats_url": ("http://joe:hunter2@host",), "nats_token": "s3cret", "nats_user": "u"})
+    assert not any("hunter2" in problem or "s3cret" in problem for problem in problems)
+
+
+def test_a_url_without_userinfo_is_shown_as_it_is() -> None:
+    assert hide_userinfo("nats://host:4222") == "nats://host:4222"
+    assert hide_userinfo("host") == "host"
+    assert hide_userinfo("a:b@host") == "***@host"
+
+
+def test_settings_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        resolve(Settings, {}, {}).worker.slots = 3  # type: ignore[misc]
+
+
+def test_every_setting_has_one_flag_one_variable_and_a_help_text() -> None:
+    every = options()
+    assert all(isinstance(option, Option) and option.help.endswith((".", "batch:1.")) for option in every)
+    for names in (
+        [o.flag for o in every],
+        [o.env for o in every],
+        [o.name for o in every],
+        [o.key for o in every],
+    ):
+        assert len(set(names)) == len(names)
+    assert {o.section for o in options("bus")} == {"bus"}
+    fields = sum(len(msgspec.structs.fields(cls)) for cls in (BusSettings, WorkerSettings, StreamSettings))
+    assert len(every) == fields
+
+
+@pytest.mark.parametrize("option", options(), ids=lambda option: option.flag)
+def test_every_setting_can_be_given_in_each_way(option: Option, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    by_type = {int: "2", float: "2.5", str: "text", Path: str(tmp_path / "file")}
+    text = {
+        "nats_url": "nats://h:1",
+        "reply_prefix": "a.",
+        "classes": "batch:2",
+        "live_share": "0.5",
+    }.get(option.name, by_type[option.type])
+    if option.section == "streams" and option.type is int and option.name != "streams_replicas":
+        text = str(2 * 1024 * 1024)
+    more = {"nats_user": {"nats_password": "p"}, "nats_password": {"nats_user": "u"}}
+    pairs = {"nats_tls_cert": {"nats_tls_key": text}, "nats_tls_key": {"nats_tls_cert": text}}
+    others = more.get(option.name, {}) | pairs.get(option.name, {})
+    by_flag = resolve(Settings, {option.name: text} | others, {})
+    by_env = resolve(Settings, others, {option.env: text})
+    table, key = option.key.split(".")
+    (tmp_path / "inferbus.toml").write_text(f'[{table}]\n{key} = "{text}"\n')
+    by_file = resolve(Settings, others, {}, tmp_path / "inferbus.toml")
+    found = [getattr(getattr(each, option.section), option.field) for each in (by_flag, by_env, by_file)]
+    assert found[0] == found[1] == found[2]
+    assert found[0] != getattr(getattr(Settings(), option.section), option.field)
