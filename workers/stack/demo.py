@@ -49,7 +49,12 @@ class Screen:
 
     def line(self, markup: str = "") -> None:
         """Show one line."""
-        self._console.print(markup, highlight=False)
+        self._console.print(markup, highlight=False, soft_wrap=True)
+
+    def field(self, name: str, value: str = "", *, end: str = "\n") -> None:
+        """Show a named line; with another `end`, the rest of it comes with `add`."""
+        self._console.print(f"  [cyan]{name:<10}[/cyan] ", end="", highlight=False, soft_wrap=True)
+        self.add(value + end)
 
     def done(self, what: str) -> None:
         """Show a step that is done."""
@@ -154,7 +159,7 @@ async def _requests(screen: Screen, client: Client, folder: Path) -> None:
 
 async def _chat(screen: Screen, client: Client) -> None:
     _title(screen, 1, "a chat request, live", client.bus.subjects.request(MODEL, "chat"))
-    screen.line(f"  [cyan]user[/cyan]       {CHAT}")
+    screen.field("user", CHAT)
     await _show_text(screen, client.chat(MODEL, [{"role": "user", "content": CHAT}], **_options(usage=True)))
 
 
@@ -164,8 +169,8 @@ async def _tokens(screen: Screen, client: Client, folder: Path) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     prompt = tokenizer.encode(_rendered(TOKENS)).ids
     _title(screen, 2, "a token request, live: ids in, ids out", client.bus.subjects.request(MODEL, "tokens"))
-    screen.line(f"  [cyan]prompt[/cyan]     {len(prompt)} ids, the same chat template around: {TOKENS}")
-    screen.line("  [cyan]answer[/cyan]     [/]".rstrip())
+    screen.field("prompt", f"{len(prompt)} ids, the same chat template around: {TOKENS}")
+    screen.field("answer", end="")
     stream = client.tokens(MODEL, prompt, **_options())
     ids: list[int] = []
     async for chunk in stream:
@@ -173,7 +178,7 @@ async def _tokens(screen: Screen, client: Client, folder: Path) -> None:
         ids += chunk.token_ids
         screen.add("".join(f"{token} " for token in chunk.token_ids))
     screen.line()
-    screen.line(f"  [cyan]in text[/cyan]    {escape(tokenizer.decode(ids))}")
+    screen.field("in text", tokenizer.decode(ids))
     _stats(screen, stream)
 
 
@@ -181,7 +186,7 @@ async def _job(screen: Screen, client: Client) -> None:
     body = {"messages": [{"role": "user", "content": JOB}], **_options(usage=True)}
     subject = client.bus.subjects.job(MODEL, "batch", client.owner, "chat")
     _title(screen, 3, "a durable job: stored, retried, finished exactly once", subject)
-    screen.line(f"  [cyan]user[/cyan]       {JOB}")
+    screen.field("user", JOB)
     job = await client.submit("chat", MODEL, body)
     await _show_text(screen, client.stream(job, timeout=SILENCE))
     result = await client.result(job, timeout=SILENCE)
@@ -193,19 +198,21 @@ def _options(*, usage: bool = False) -> dict[str, Any]:
 
 
 async def _show_text(screen: Screen, stream: Stream[Any]) -> None:
-    screen.add("  assistant  ")
+    screen.field("assistant", end="")
     async for event in stream:
         if isinstance(event, Restarted):
-            screen.add("\n  (a worker was lost; from the beginning:)\n  ")
+            screen.add("\n")
+            screen.field("again", "a worker was lost; from the beginning: ", end="")
         else:
-            screen.add(text(event).replace("\n", "\n             "))
+            screen.add(text(event).replace("\n", f"\n{'':13}"))
     screen.line()
     _stats(screen, stream)
 
 
 def _title(screen: Screen, number: int, what: str, subject: str) -> None:
     screen.line()
-    screen.line(f"[bold]{number} · {what}[/bold]  [dim]{escape(subject)}[/dim]")
+    screen.line(f"[bold]{number} · {what}[/bold]")
+    screen.field("subject", subject)
 
 
 def _stats(screen: Screen, stream: Stream[Any]) -> None:
