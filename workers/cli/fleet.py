@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from typing import Any, get_args
 
 import click
@@ -84,4 +85,5 @@ def _print_table(found: list[WorkerInfo]) -> None:
             info.engine,
             info.host,
         )
-    Console(markup=False, highlight=False).print(table)
+    # A pipe has no width; nothing should be folded there.
+    Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 400).print(table)

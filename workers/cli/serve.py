@@ -14,6 +14,7 @@ from schemas.fleet import Role
 from schemas.subjects import escape
 from workers.cli.options import Command, settings_of, settings_options
 from workers.cli.running import EXIT_FAILED, guarded
+from workers.observe import logs
 
 if TYPE_CHECKING:
     from workers.stack.local import LocalStack
@@ -71,6 +72,7 @@ def up(**options: Any) -> int:
     """
     from workers.stack.errors import StackError
 
+    logs.configure(level="ERROR", format="text")
     try:
         return guarded(lambda: _up(**options))
     except StackError as error:

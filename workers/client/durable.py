@@ -59,7 +59,9 @@ class JobStream(Stream[Chunk | Restarted]):
         if self._subscription is None:
             # The queue's method, not one of this object: a stream that nobody holds any more must go.
             self._subscription = await self._bus.subscribe(self._subject, self._arrived.put_nowait)
-            return await self._look(first=True)
+            events = await self._look(first=True)
+            self.replayed = bool(events)
+            return events
         wait = self._pause
         if self._incomplete:
             wait = max(self._next_look - self._clock(), 0.0)

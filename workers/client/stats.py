@@ -17,9 +17,9 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
         prompt_tokens: Of the prompt.
         cached_tokens: Of those, from the prefix cache.
         completion_tokens: Of all choices.
-        first: Seconds to the first token; None where there was none.
+        first: Seconds to the first token; None where there was none, or the answer was stored before.
         seconds: Seconds in all.
-        rate: Tokens a second after the first one; None for less than two tokens.
+        rate: Tokens a second after the first one; None for less than two tokens, likewise.
         worker: The worker that answered.
         prefill_worker: The prefill worker that served it, if one did.
     """
@@ -39,14 +39,15 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
         usage = stream.usage or Usage(prompt_tokens=0, completion_tokens=0, total_tokens=0)
         details = usage.prompt_tokens_details
         ended = stream.ended if stream.ended is not None else stream.started
+        first = None if stream.replayed else stream.first
         rate = None
-        if stream.first is not None and usage.completion_tokens > 1 and ended > stream.first:
-            rate = (usage.completion_tokens - 1) / (ended - stream.first)
+        if first is not None and usage.completion_tokens > 1 and ended > first:
+            rate = (usage.completion_tokens - 1) / (ended - first)
         return cls(
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=details.cached_tokens if details else 0,
             completion_tokens=usage.completion_tokens,
-            first=None if stream.first is None else stream.first - stream.started,
+            first=None if first is None else first - stream.started,
             seconds=ended - stream.started,
             rate=rate,
             worker=stream.worker,

@@ -36,6 +36,7 @@ class Stream(abc.ABC, Generic[E]):
         started: When the request was sent, by the clock of `time.monotonic`.
         first: When the first token came; None before.
         ended: When the answer ended; None before.
+        replayed: Whether it began with what was stored earlier, so that its times tell nothing.
     """
 
     def __init__(self, job: str, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -43,6 +44,7 @@ class Stream(abc.ABC, Generic[E]):
         self.started = clock()
         self.first: float | None = None
         self.ended: float | None = None
+        self.replayed = False
         self._clock = clock
         self._assembler = Assembler()
         self._arrived: asyncio.Queue[Message | None] = asyncio.Queue()

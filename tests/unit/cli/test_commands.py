@@ -1,0 +1,282 @@
+"""The command line without a server: its options, its usage errors, its exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from schemas.errors import (
+    BusUnavailable,
+    Cancelled,
+    DeadlineExceeded,
+    InferbusError,
+    InvalidRequest,
+    NoWorker,
+    Overloaded,
+    PayloadTooLarge,
+)
+from workers import roles
+from workers.bus.errors import NotPermitted
+from workers.cli import main
+from workers.cli.ask import parse_params
+from workers.cli.main import inferbus
+from workers.cli.running import exit_code, guarded
+from workers.client import TimedOut
+from workers.config import Settings, options
+
+COMMANDS = inferbus.list_commands(click.Context(inferbus))
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for option in options():
+        monkeypatch.delenv(option.env, raising=False)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What `inferbus worker` starts, instead of starting it."""
+    calls: list[tuple[Any, ...]] = []
+
+    def run(role: str, settings: Settings, flags: Sequence[str], *, scripted: Path | None) -> int:
+        calls.append((role, settings, list(flags), scripted))
+        return 7
+
+    monkeypatch.setattr(roles, "run", run)
+    return calls
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    assert "Usage: inferbus" in capsys.readouterr().out
+
+
+def test_every_setting_is_an_option_of_a_worker(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["worker", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for option in options():
+        assert f"{option.flag} " in shown
+        assert option.env in shown
+
+
+@pytest.mark.parametrize("command", ["chat", "submit", "workers", "health"])
+def test_a_client_has_the_options_of_nats_alone(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main([command, "--help"])
+    shown = capsys.readouterr().out
+    assert "--nats-url" in shown
+    assert "--slots" not in shown
+
+
+def test_a_secret_has_no_default_to_show(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["chat", "--help"])
+    assert "[env INFERBUS_NATS_PASSWORD]" in " ".join(capsys.readouterr().out.split())
+
+
+def test_flags_of_sglang_pass_through_a_worker_unchanged(started: list[tuple[Any, ...]]) -> None:
+    flags = "--model-path /m --tp 2 --slots 3 --mem-fraction-static=0.8 --enable-metrics --dtype float32"
+    assert main(["worker", "decode", *flags.split()]) == 7
+    [(role, settings, passed, scripted)] = started
+    assert (role, scripted) == ("decode", None)
+    assert settings.worker.slots == 3
+    assert passed == flags.replace(" --slots 3", "").split()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--served-model-name", "x"],
+        ["--max-running-requests", "-1"],
+        ["--json-model-override-args", '{"a": 1}'],
+        ["--stop", "a b", "--x", ""],
+        ["-tp", "2"],
+    ],
+)
+def test_no_flag_of_sglang_is_taken_for_another(started: list[tuple[Any, ...]], flags: list[str]) -> None:
+    assert main(["worker", "both", *flags]) == 7
+    assert started[0][2] == flags
+
+
+def test_after_two_dashes_everything_is_sglangs(started: list[tuple[Any, ...]]) -> None:
+    assert main(["worker", "both", "--", "--slots", "3", "--help"]) == 7
+    assert started[0][2] == ["--slots", "3", "--help"]
+
+
+def test_a_script_is_replayed_instead_of_sglang(started: list[tuple[Any, ...]], tmp_path: Path) -> None:
+    script = tmp_path / "s.toml"
+    script.write_text("")
+    assert main(["worker", "prefill", "--scripted", str(script), "--served-model", "m"]) == 7
+    [(role, settings, flags, scripted)] = started
+    assert (role, settings.worker.model, flags, scripted) == ("prefill", "m", [], script)
+
+
+def test_a_scripted_worker_has_no_engine_to_give_flags_to(
+    started: list[tuple[Any, ...]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "s.toml"
+    script.write_text("")
+    assert main(["worker", "both", "--scripted", str(script), "--tp", "2"]) == 2
+    assert "--tp 2" in capsys.readouterr().err
+    assert started == []
+
+
+def test_flag_environment_and_file_are_one(
+    started: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "inferbus.toml"
+    file.write_text('[nats]\nurl = ["nats://file:1"]\n[worker]\nslots = 1\ngrace = 1\n')
+    monkeypatch.setenv("INFERBUS_CONFIG", str(file))
+    monkeypatch.setenv("INFERBUS_SLOTS", "2")
+    assert (
+        main(["worker", "both", "--slots", "3", "--nats-url", "nats://a:1", "--nats-url", "nats://b:1"]) == 7
+    )
+    settings = started[0][1]
+    assert settings.bus.urls == ("nats://a:1", "nats://b:1")
+    assert (settings.worker.slots, settings.worker.grace) == (3, 1.0)
+
+
+def test_all_that_is_wrong_with_the_settings_is_told_together(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INFERBUS_GRACE", "soon")
+    assert main(["worker", "both", "--slots", "-3", "--nats-url", "http://x"]) == 2
+    told = capsys.readouterr().err
+    assert all(each in told for each in ("worker.slots", "worker.grace", "nats.url"))
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nonsense"],
+        ["worker"],
+        ["worker", "router"],
+        ["chat"],
+        ["chat", "a", "b", "c"],
+        ["chat", "--nonsense", "a"],
+        ["tokens", "a"],
+        ["tokens", ""],
+        ["tokens", "-1"],
+        ["complete", "x", "--param", "top_p"],
+        ["submit", "poem", "m"],
+        ["submit", "chat", "m", "no-such-file"],
+        ["workers", "--config", "no-such-file"],
+    ],
+)
+def test_wrong_usage_is_a_line_and_the_code_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    told = capsys.readouterr()
+    assert told.err
+    assert "Traceback" not in told.err
+    assert told.out == ""
+
+
+def test_a_body_that_is_no_object_is_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    body = tmp_path / "body"
+    body.write_text("[1, 2")
+    assert main(["submit", "chat", "m", str(body)]) == 2
+    assert "not valid application/json" in capsys.readouterr().err
+
+
+def test_parameters_are_json_or_text() -> None:
+    assert parse_params(
+        ("top_p=0.5", "stop=a=b", "stop_token_ids=[1, 2]", 'user="x"', "ignore_eos=true")
+    ) == {
+        "top_p": 0.5,
+        "stop": "a=b",
+        "stop_token_ids": [1, 2],
+        "user": "x",
+        "ignore_eos": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        (InvalidRequest, 1),
+        (PayloadTooLarge, 1),
+        (Overloaded, 1),
+        (Cancelled, 1),
+        (DeadlineExceeded, 1),
+        (BusUnavailable, 3),
+        (NotPermitted, 3),
+        (NoWorker, 4),
+        (TimedOut, 5),
+    ],
+)
+def test_every_error_has_its_exit_code(kind: type[InferbusError], code: int) -> None:
+    assert exit_code(kind("x")) == code
+
+
+def test_an_error_is_one_line_with_its_code(capsys: pytest.CaptureFixture[str]) -> None:
+    async def fail() -> int:
+        raise InvalidRequest("two\nlines")
+
+    assert guarded(fail) == 1
+    assert capsys.readouterr().err == "inferbus: invalid_request: two lines\n"
+
+
+def test_an_interrupt_is_the_code_130(capsys: pytest.CaptureFixture[str]) -> None:
+    async def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    assert guarded(interrupted) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_no_server_is_the_code_3(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["workers", "--nats-url", "nats://127.0.0.1:1"]) == 3
+    assert capsys.readouterr().err.startswith(
+        "inferbus: bus_unavailable: no NATS server at nats://127.0.0.1:1"
+    )
+
+
+def test_health_knows_but_two_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["health", "--nats-url", "nats://127.0.0.1:1"]) == 1
+    assert "no NATS server" in capsys.readouterr().err
+
+
+def test_the_settings_are_printed_as_a_file_without_secrets(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("INFERBUS_NATS_TOKEN", "hush")
+    assert (
+        main(["config", "--nats-url", "nats://me:hush@host:1", "--classes", "batch:2", "--slots", "9"]) == 0
+    )
+    shown = capsys.readouterr().out
+    assert "hush" not in shown
+    assert "# worker = random" in shown
+    table = tomllib.loads(shown)
+    assert table["nats"]["url"] == ["nats://***@host:1"]
+    assert table["nats"]["token"] == "***"
+    assert (table["worker"]["classes"], table["worker"]["slots"]) == ({"batch": 2}, 9)
+    monkeypatch.delenv("INFERBUS_NATS_TOKEN")
+    file = tmp_path / "inferbus.toml"
+    file.write_text(shown)
+    assert main(["config", "--config", str(file)]) == 0
+    assert capsys.readouterr().out == shown
+
+
+def test_help_loads_no_engine() -> None:
+    code = (
+        f"import sys; from workers.cli import main; [main([command, '--help']) for command in {COMMANDS!r}]; "
+        "sys.exit(sorted(m for m in ('torch', 'sglang', 'nixl', 'transformers') if m in sys.modules) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_it_runs_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "workers.cli", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("inferbus, version")
