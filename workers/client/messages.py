@@ -125,7 +125,7 @@ def read(data: bytes, found: Mapping[str, str] | None) -> Message | None:
         )
     if "choices" in fields:
         # Token answers have no `object`, which OpenAI's always have.
-        answer = fields if "object" in fields else _convert(fields, TokenAnswer)
+        answer = _checked(fields, "message") if "object" in fields else _convert(fields, TokenAnswer)
         return Whole(attempt=attempt, answer=answer)
     return None
 
@@ -201,6 +201,19 @@ def _chunk(fields: dict[str, Any]) -> Chunk:
         return _convert(fields, TokenChunk)
     # Beside text, these are for the worker that goes on after a crash.
     fields.pop("token_ids", None)
+    return _checked(fields, "delta")
+
+
+def _checked(fields: dict[str, Any], content: str) -> dict[str, Any]:
+    """An object with choices that can be worked with."""
+    choices = fields["choices"]
+    if not isinstance(choices, list) or not all(
+        isinstance(choice, dict)
+        and isinstance(choice.get("index", 0), int)
+        and isinstance(choice.get(content), dict | None)
+        for choice in choices
+    ):
+        raise InternalError("an answer is not of the contract: its choices")
     return fields
 
 
