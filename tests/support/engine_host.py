@@ -1,0 +1,163 @@
+"""A real engine in a process of its own, served on a Unix socket: the other end of `remote_engine`.
+
+    python -m tests.support.engine_host ROLE SOCKET [SGLang's flags]
+
+SGLang takes over signals, logging and the event loop policy of its process, binds itself to one event loop,
+and ends its process when it dies; none of which a test runner wants. One connection is one operation. Frames
+are MessagePack behind their length; a client that closes its connection closes the operation's generator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import aclosing, suppress
+from typing import Any
+
+import msgspec
+
+from schemas.errors import InferbusError
+from schemas.fleet import Role
+from schemas.requests import parse
+from workers.engine.interface import Delta, Engine, Leg, Prompt
+
+
+class Channel:
+    """Frames on a connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    async def send(self, frame: Any) -> None:
+        """Sends one."""
+        body = msgspec.msgpack.encode(frame)
+        self._writer.write(len(body).to_bytes(4, "big") + body)
+        await self._writer.drain()
+
+    async def receive(self) -> Any:
+        """The next one; raises `EOFError` at the connection's end."""
+        try:
+            size = int.from_bytes(await self._reader.readexactly(4), "big")
+            return msgspec.msgpack.decode(await self._reader.readexactly(size))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise EOFError from None
+
+    async def close(self) -> None:
+        """Closes the connection."""
+        self._writer.close()
+        with suppress(ConnectionError):
+            await self._writer.wait_closed()
+
+
+class Host:
+    """Serves one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._prompts: list[Prompt] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One operation."""
+        channel = Channel(reader, writer)
+        try:
+            call = await channel.receive()
+            await getattr(self, "_" + call.pop("do"))(channel, **call)
+        except InferbusError as error:
+            with suppress(ConnectionError):
+                await channel.send({"error": error.body()})
+        except (EOFError, ConnectionError):
+            pass
+        finally:
+            await channel.close()
+
+    async def _info(self, channel: Channel) -> None:
+        children = self._engine._engine.get_all_child_pids()  # type: ignore[attr-defined]
+        await channel.send({"info": self._engine.info, "pid": os.getpid(), "children": children})
+
+    async def _load(self, channel: Channel) -> None:
+        await channel.send({"load": await self._engine.load()})
+
+    async def _healthy(self, channel: Channel) -> None:
+        await channel.send({"healthy": await self._engine.healthy()})
+
+    async def _abort(self, channel: Channel, rid: str) -> None:
+        self._engine.abort(rid)
+        await channel.send({})
+
+    async def _prepare(self, channel: Channel, kind: Any, body: dict[str, Any]) -> None:
+        request = parse(kind, body)
+        prompt = await self._engine.prepare(request)
+        self._prompts.append(prompt)
+        legs = [prompt.leg(index, rid="") for index in range(prompt.choices)]
+        await channel.send(
+            {
+                "prompt": len(self._prompts) - 1,
+                "legs": legs,
+                "token_ids": prompt.token_ids,
+                "warnings": request.warnings,
+            }
+        )
+
+    async def _generate(self, channel: Channel, leg: Any) -> None:
+        async def run() -> None:
+            async with aclosing(self._engine.generate(msgspec.convert(leg, Leg))) as deltas:
+                async for delta in deltas:
+                    await channel.send({"delta": delta})
+            await channel.send({"end": True})
+
+        async def gone() -> None:
+            with suppress(EOFError):
+                await channel.receive()
+
+        running, leaving = asyncio.create_task(run()), asyncio.create_task(gone())
+        await asyncio.wait((running, leaving), return_when=asyncio.FIRST_COMPLETED)
+        leaving.cancel()
+        if not running.done():
+            running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+    async def _answer(self, channel: Channel, prompt: int) -> None:
+        answer = self._prompts[prompt].answer()
+
+        async def deltas() -> AsyncIterator[Delta]:
+            while (frame := await channel.receive()) is not None:
+                yield msgspec.convert(frame, Delta)
+
+        async for message in answer.chunks(deltas()):
+            await channel.send({"message": message})
+        await channel.send({"end": True})
+        await channel.receive()
+        await channel.send({"message": answer.whole()})
+
+    async def _bare(self, channel: Channel, fields: dict[str, Any]) -> None:
+        """A call of SGLang's engine itself, without anything of ours."""
+        outputs = await self._engine._engine.async_generate(**fields, stream=True)  # type: ignore[attr-defined]
+        ids: list[int] = []
+        async for output in outputs:
+            ids += output["output_ids"]
+        await channel.send({"token_ids": ids})
+
+
+async def main(role: Role, path: str, argv: list[str]) -> int:
+    """Serves until it is killed."""
+    from workers.engine.sglang import LaunchFailed, SGLangEngine
+
+    try:
+        engine = await SGLangEngine.launch(
+            argv, role=role, model="tiny", advertise_host="127.0.0.1", transfer_timeout=10
+        )
+    except LaunchFailed as error:
+        sys.stderr.write(f"LaunchFailed: {error.message}\n")
+        return 1
+    server = await asyncio.start_unix_server(Host(engine).serve, path)
+    async with server:
+        await server.serve_forever()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main(sys.argv[1], sys.argv[2], sys.argv[3:])))  # type: ignore[arg-type]
