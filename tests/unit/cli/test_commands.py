@@ -27,7 +27,14 @@ from workers.bus.errors import NotPermitted
 from workers.cli import main
 from workers.cli.ask import parse_params
 from workers.cli.main import inferbus
-from workers.cli.running import exit_code, guarded
+from workers.cli.running import (
+    EXIT_INTERRUPTED,
+    EXIT_NATS,
+    EXIT_NO_WORKER,
+    EXIT_TIMED_OUT,
+    exit_code,
+    guarded,
+)
 from workers.client import TimedOut
 from workers.config import Settings, options
 
@@ -280,3 +287,11 @@ def test_it_runs_as_a_module() -> None:
         [sys.executable, "-m", "workers.cli", "--version"], capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith("inferbus, version")
+
+
+def test_the_documentation_names_every_command_and_exit_code() -> None:
+    page = Path("docs/cli.md").read_text()
+    for command in COMMANDS:
+        assert f"| `{command}" in page
+    for code in (0, 1, 2, EXIT_NATS, EXIT_NO_WORKER, EXIT_TIMED_OUT, EXIT_INTERRUPTED):
+        assert f"| {code} |" in page
