@@ -26,10 +26,10 @@ async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
 
 @pytest.fixture
 async def connect(server: NatsServer) -> AsyncIterator[Connect]:
-    """Opens buses to the test's server; `watchdog` is short, so that tests need not wait for it."""
+    """Opens buses to the test's server."""
     async with AsyncExitStack() as stack:
 
-        async def connect(*, watchdog: float = 0.5, **settings: Any) -> Bus:
+        async def connect(*, watchdog: float = 5.0, **settings: Any) -> Bus:
             bus = await Bus.connect(
                 BusSettings(**({"urls": (server.url,), "connect_timeout": 2.0} | settings)),
                 name="test",

@@ -124,7 +124,8 @@ async def test_b3_a_task_that_sends_all_the_time_can_be_cancelled(bus: Bus) -> N
         assert task.cancelled()
 
 
-async def test_b4_a_dead_read_loop_is_noticed_and_the_connection_made_anew(bus: Bus) -> None:
+async def test_b4_a_dead_read_loop_is_noticed_and_the_connection_made_anew(connect: Connect) -> None:
+    bus = await connect(watchdog=0.5)
     got: list[Message] = []
     await bus.subscribe("a", got.append)
 
@@ -205,9 +206,10 @@ async def test_b6_it_reconnects_however_long_the_server_is_away(bus: Bus, server
 
 @pytest.mark.faults
 async def test_a_stopped_server_is_noticed_and_used_again_when_it_goes_on(
-    bus: Bus, server: NatsServer
+    connect: Connect, server: NatsServer
 ) -> None:
     """A peer that is there but says nothing: nats-py's own pings take 40 s to notice."""
+    bus = await connect(watchdog=0.5)
     os.kill(server.child.pid, signal.SIGSTOP)
     try:
         for _ in range(2000):
@@ -437,3 +439,36 @@ async def test_closing_does_not_wait_for_a_server_that_is_gone(bus: Bus, server:
     await eventually(lambda: not bus.connected)
     bus.send("a", b"never")
     await asyncio.wait_for(bus.close(), 5)
+
+
+@pytest.mark.faults
+async def test_b1_what_another_server_would_refuse_is_dropped_and_the_connection_lives(
+    bus: Bus, server: NatsServer, tmp_path: Path
+) -> None:
+    """After a restart with a smaller limit, one queued message over it would close the client for good."""
+    got: list[Message] = []
+    await bus.subscribe("a", got.append)
+    await server.stop()
+    await eventually(lambda: not bus.connected)
+    bus.send("a", b"x" * 100_000)
+    bus.send("a", b"small")
+    async with NatsServer(tmp_path / "smaller", port=server.port, max_payload=10_000):
+        await eventually(lambda: [message.data for message in got] == [b"small"])
+        assert bus.writer.dropped == 1
+        with pytest.raises(PayloadTooLarge):
+            bus.send("a", b"x" * 10_000)
+        await bus.close()
+
+
+async def test_with_a_nats_py_that_cannot_write_batches_everything_still_works(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(natspy, "can_write_batches", lambda client: False)
+    bus = await connect()
+    got: list[Message] = []
+    await bus.subscribe("a", got.append)
+    for number in range(1000):
+        bus.send("a", b"%d" % number, {"K": "v"})
+    await bus.flush()
+    await eventually(lambda: len(got) == 1000)
+    assert [int(message.data) for message in got] == list(range(1000))

@@ -206,7 +206,7 @@ async def test_a6_a_job_whose_last_worker_died_is_told_while_nobody_listens(
     async def asked_for() -> Any:
         # The server notices when somebody asks for a job.
         try:
-            async with asyncio.timeout(0.1):
+            async with asyncio.timeout(0.5):
                 await queue.take()
         except TimeoutError:
             return await advisory()

@@ -25,7 +25,7 @@ from schemas.subjects import Subjects
 from workers.bus import jetstream, natspy
 from workers.bus.dial import Events, dial
 from workers.bus.errors import NoResponders, NotPermitted
-from workers.bus.frames import MARGIN, check_filter
+from workers.bus.frames import check_filter
 from workers.bus.inbox import Inbox, Inboxes
 from workers.bus.interface import Stored
 from workers.bus.message import NO_HEADERS, NO_RESPONDERS, Callback, Message
@@ -153,7 +153,7 @@ class Bus:
     @property
     def max_payload(self) -> int:
         """Largest message in bytes, headers included."""
-        return int(self._client.max_payload) - MARGIN
+        return self._writer.max_payload
 
     @property
     def writer(self) -> Writer:
@@ -183,7 +183,7 @@ class Bus:
         self, subject: str, data: bytes, headers: Mapping[str, str] | None = None, *, reply: str = ""
     ) -> None:
         """See `Broker.send`. While NATS is away messages wait; beyond a limit they are counted and gone."""
-        self._writer.put(subject, data, headers, reply, self._client.max_payload - MARGIN)
+        self._writer.put(subject, data, headers, reply)
 
     @property
     def congested(self) -> bool:

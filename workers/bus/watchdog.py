@@ -46,7 +46,8 @@ class Watchdog:
             if natspy.reconnecting_died(self._client):
                 await self._give_up("the client stopped reconnecting")
                 return
-            if self._client.is_connected and not await self._alive():
+            # Twice, since one answer may be late because this process had no time to read it.
+            if self._client.is_connected and not (await self._alive() or await self._alive()):
                 await self._renew()
 
     async def _alive(self) -> bool:

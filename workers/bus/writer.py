@@ -10,6 +10,7 @@ all that was sent within one turn of the event loop.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, Final
@@ -18,15 +19,12 @@ import nats.errors
 import structlog
 
 from workers.bus import natspy
-from workers.bus.frames import publish_frame
+from workers.bus.frames import MARGIN, payload_size, publish_frame
 
 log = structlog.get_logger()
 
 HIGH_WATER: Final = 4 * 1024 * 1024
-"""Bytes queued from which on `ready` waits."""
-
-LOW_WATER: Final = HIGH_WATER // 4
-"""Bytes queued at which it goes on."""
+"""Bytes queued from which on `ready` waits, until a quarter is left."""
 
 LIMIT: Final = 64 * 1024 * 1024
 """Bytes queued beyond which messages are dropped and counted: NATS is away, and callers do not wait."""
@@ -34,13 +32,12 @@ LIMIT: Final = 64 * 1024 * 1024
 BATCH: Final = 256 * 1024
 """Bytes handed over in one step; small, so that a lost connection takes little with it."""
 
-_RETRY: Final = 0.05
-
 
 class Writer:
     """A queue of frames, and the task that hands them to the client.
 
     Attributes:
+        max_payload: Largest message in bytes, headers included.
         sent: Messages handed to the client.
         sent_bytes: Their bytes.
         dropped: Messages that found the queue full.
@@ -54,6 +51,7 @@ class Writer:
         self._frames: deque[bytes] = deque()
         self._arguments: deque[tuple[str, bytes, Mapping[str, str] | None, str]] = deque()
         self._queued = 0
+        self._asleep = False
         self._wake = asyncio.Event()
         self._low = asyncio.Event()
         self._low.set()
@@ -63,6 +61,7 @@ class Writer:
         self._closing = False
         self._batches = natspy.can_write_batches(client)
         self._task: asyncio.Task[None] | None = None
+        self.max_payload = int(client.max_payload) - MARGIN
         self.sent = 0
         self.sent_bytes = 0
         self.dropped = 0
@@ -78,19 +77,19 @@ class Writer:
 
     def set_connected(self, connected: bool) -> None:
         """While not, nothing is handed to the client, whose own buffer is small and may be lost."""
-        if connected:
-            self._connected.set()
-        else:
+        if not connected:
             self._connected.clear()
+            return
+        if (now := int(self._client.max_payload) - MARGIN) != self.max_payload:
+            self._adapt(now)
+        self._connected.set()
 
-    def put(
-        self, subject: str, data: bytes, headers: Mapping[str, str] | None, reply: str, max_payload: int
-    ) -> None:
+    def put(self, subject: str, data: bytes, headers: Mapping[str, str] | None, reply: str) -> None:
         """Queues one message; see `publish_frame` for what it raises."""
-        frame = publish_frame(subject, data, headers, reply, max_payload)
+        frame = publish_frame(subject, data, headers, reply, self.max_payload)
         size = self._queued + len(frame)
         if size > self._limit:
-            self._drop()
+            self._drop(1)
             return
         self._queued = size
         self._frames.append(frame)
@@ -98,7 +97,8 @@ class Writer:
             self._arguments.append((subject, data, headers, reply))
         if size > self._high_water:
             self._low.clear()
-        if not self._wake.is_set():
+        if self._asleep:
+            self._asleep = False
             self._wake.set()
             self._idle.clear()
 
@@ -121,6 +121,7 @@ class Writer:
         if self._task is None:
             return
         self._closing = True
+        self._asleep = False
         self._wake.set()
         await asyncio.wait({self._task}, timeout=timeout)
         # Not connected, and not going to be: whatever waits must not wait for ever.
@@ -130,18 +131,30 @@ class Writer:
         self._low.set()
         self._idle.set()
 
-    def _drop(self) -> None:
+    def _drop(self, count: int) -> None:
         if self.dropped == 0:
             log.warning("bus.dropping", queued=self._queued, limit=self._limit)
-        self.dropped += 1
+        self.dropped += count
+
+    def _adapt(self, max_payload: int) -> None:
+        """To another server's limit: one message over it would cost the connection."""
+        self.max_payload = max_payload
+        kept = [payload_size(frame) <= max_payload for frame in self._frames]
+        if all(kept):
+            return
+        self._drop(kept.count(False))
+        self._frames = deque(itertools.compress(self._frames, kept))
+        self._arguments = deque(itertools.compress(self._arguments, kept))
+        self._queued = sum(map(len, self._frames))
 
     async def _run(self) -> None:
         while True:
             if not self._frames:
-                self._wake.clear()
                 self._idle.set()
                 if self._closing:
                     return
+                self._wake.clear()
+                self._asleep = True
                 await self._wake.wait()
                 continue
             if not self._client.is_connected and not self._client.is_closed:
@@ -178,3 +191,5 @@ class Writer:
         except nats.errors.Error as error:
             # Closed for good; the bus tells. What is lost here was to be delivered at most once.
             log.warning("bus.write_failed", error=str(error))
+        except Exception:  # supervision point: without this task nothing gets out any more
+            log.exception("bus.write_failed")

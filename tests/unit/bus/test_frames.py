@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from schemas.errors import InvalidSubject, PayloadTooLarge
 from workers.bus import frames
-from workers.bus.frames import check_filter, check_subject, header_block, publish_frame
+from workers.bus.frames import check_filter, check_subject, header_block, payload_size, publish_frame
 
 
 def test_a_message_without_headers() -> None:
     assert publish_frame("a.b", b"data", None, "", 100) == b"PUB a.b 4\r\ndata\r\n"
     assert publish_frame("a.b", b"", {}, "r.1", 100) == b"PUB a.b r.1 0\r\n\r\n"
+    assert payload_size(publish_frame("a.b", b"data", None, "", 100)) == 4
 
 
 def test_a_message_with_headers() -> None:
@@ -51,6 +52,7 @@ def test_whatever_the_headers_a_frame_is_one_command_of_the_size_it_says(
     assert found is not None
     header, total = int(found[1]), int(found[2])
     assert len(rest) == total + 2
+    assert payload_size(frame) == total
     assert rest[header:] == data + b"\r\n"
     block = rest[:header]
     assert block.startswith(b"NATS/1.0\r\n")
@@ -87,3 +89,4 @@ def test_what_is_remembered_of_subjects_and_headers_does_not_grow_without_end() 
         header_block({f"K-{number}": "v"})
     assert len(frames._known) <= frames._CACHED
     assert len(frames._known_keys) <= frames._CACHED
+    assert len(frames._known_blocks) <= frames._CACHED
