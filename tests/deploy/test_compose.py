@@ -1,0 +1,207 @@
+"""compose.yaml, the Dockerfile and the NATS configuration, as far as they can be checked without a daemon."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from workers.cli.fleet import health
+from workers.cli.serve import worker
+from workers.config import WorkerSettings, options
+from workers.stack.server import find_binary
+
+ROOT = Path(__file__).parents[2]
+COMPOSE = ROOT / "compose.yaml"
+DOCKERFILE = ROOT / "deploy" / "Dockerfile"
+NATS_CONFIG = ROOT / "deploy" / "nats" / "nats.conf"
+WORKERS = ("prefill", "decode", "prefill-gpu", "decode-gpu")
+VARIABLE = re.compile(r"(?<!\$)\$\{(\w+):-([^}]*)\}")
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    # Every variable takes its default, as for a user who has set none.
+    loaded: dict[str, Any] = yaml.safe_load(VARIABLE.sub(r"\2", COMPOSE.read_text()))
+    return loaded
+
+
+def services(compose: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = compose["services"]
+    return found
+
+
+def test_plain_up_starts_a_fleet_on_the_cpu_and_nothing_for_a_gpu(compose: dict[str, Any]) -> None:
+    started = {name for name, service in services(compose).items() if "profiles" not in service}
+    assert started == {"nats", "models", "prefill", "decode"}
+    assert services(compose)["prefill"]["image"] == services(compose)["models"]["image"] == "inferbus:cpu"
+
+
+def test_the_gpu_profile_asks_for_nvidia_devices(compose: dict[str, Any]) -> None:
+    for name in ("prefill-gpu", "decode-gpu"):
+        service = services(compose)[name]
+        assert service["profiles"] == ["gpu"]
+        [device] = service["deploy"]["resources"]["reservations"]["devices"]
+        assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+    assert services(compose)["models-gpu"]["build"]["target"] == "gpu"
+
+
+def test_ports_are_published_on_the_loopback_interface_only(compose: dict[str, Any]) -> None:
+    published = [port for service in services(compose).values() for port in service.get("ports", [])]
+    assert published
+    assert all(port.startswith("127.0.0.1:") for port in published)
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_worker_is_started_by_a_command_that_exists(compose: dict[str, Any], name: str) -> None:
+    program, subcommand, *arguments = shlex.split(services(compose)[name]["command"])
+    assert (program, subcommand) == ("inferbus", "worker")
+    with worker.make_context("worker", arguments) as context:
+        assert context.params["role"] == name.removesuffix("-gpu")
+        # What the command does not know goes on to SGLang; these are flags of SGLang's.
+        flags = {flag for flag in context.params["engine_flags"] if flag.startswith("--")}
+    assert flags - {"--base-gpu-id"} == {"--model-path"}
+
+
+def test_the_health_check_is_a_command_that_exists() -> None:
+    checks = re.findall(r"^HEALTHCHECK .*CMD (\[.+\])$", DOCKERFILE.read_text(), re.MULTILINE)
+    assert len(checks) == 2
+    for check in checks:
+        program, subcommand, *arguments = json.loads(check)
+        assert (program, subcommand) == ("inferbus", "health")
+        with health.make_context("health", arguments) as context:
+            assert context.params["here"]
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_worker_can_be_scaled(compose: dict[str, Any], name: str) -> None:
+    assert not services(compose)[name].keys() & {"container_name", "ports", "hostname", "network_mode"}
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_stopped_worker_has_time_to_drain(compose: dict[str, Any], name: str) -> None:
+    match = re.fullmatch(r"(\d+)m", services(compose)[name]["stop_grace_period"])
+    assert match
+    assert int(match[1]) * 60 > WorkerSettings().grace + 15
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_worker_waits_for_nats_and_its_model(compose: dict[str, Any], name: str) -> None:
+    models = "models-gpu" if name.endswith("gpu") else "models"
+    assert services(compose)[name]["depends_on"] == {
+        "nats": {"condition": "service_healthy"},
+        models: {"condition": "service_completed_successfully"},
+    }
+
+
+def test_environment_variables_of_ours_exist(compose: dict[str, Any]) -> None:
+    known = {option.env for option in options()} | {"INFERBUS_CACHE"}
+    used = {
+        variable
+        for service in services(compose).values()
+        for variable in service.get("environment", {})
+        if variable.startswith("INFERBUS_")
+    }
+    used |= set(re.findall(r"INFERBUS_\w+", DOCKERFILE.read_text() + COMPOSE.read_text()))
+    assert used <= known
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_worker_reaches_the_fleets_nats(compose: dict[str, Any], name: str) -> None:
+    assert services(compose)[name]["environment"]["INFERBUS_NATS_URL"] == "nats://nats:4222"
+
+
+def test_nothing_runs_with_more_rights_than_it_needs(compose: dict[str, Any]) -> None:
+    for service in services(compose).values():
+        assert service["cap_drop"] == ["ALL"]
+        assert service["read_only"] is True
+        assert service["security_opt"] == ["no-new-privileges:true"]
+
+
+def test_files_that_are_mounted_or_copied_exist(compose: dict[str, Any]) -> None:
+    mounted = [
+        volume.split(":")[0]
+        for service in services(compose).values()
+        for volume in service.get("volumes", [])
+        if volume.startswith("./")
+    ]
+    copied = [
+        source
+        for line in re.findall(r"^COPY (.+)$", DOCKERFILE.read_text(), re.MULTILINE)
+        for source in line.split()[:-1]
+    ]
+    assert mounted
+    assert copied
+    assert [path for path in (*mounted, *copied) if not (ROOT / path).exists()] == []
+
+
+def test_everything_copied_is_let_through_by_dockerignore() -> None:
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    allowed = {line.removeprefix("!") for line in ignored if line.startswith("!")}
+    for line in re.findall(r"^COPY (.+)$", DOCKERFILE.read_text(), re.MULTILINE):
+        assert {source.split("/")[0] for source in line.split()[:-1]} <= allowed
+
+
+def test_both_images_run_as_somebody_else_than_root() -> None:
+    _, *targets = re.split(r"^FROM base AS ", DOCKERFILE.read_text(), flags=re.MULTILINE)
+    assert [target.split()[0] for target in targets] == ["cpu", "gpu"]
+    for target in targets:
+        assert re.search(r"^USER 10001:10001$", target, re.MULTILINE)
+        assert not re.search(r"^USER root", target, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("pinned", "extra"), [("cpu.txt", "cli"), ("gpu.txt", "gpu")])
+def test_an_image_has_what_the_package_asks_for(pinned: str, extra: str) -> None:
+    lines = (ROOT / "requirements" / pinned).read_text().splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith(("#", "-"))]
+    versions = {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin in pins}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [Requirement(line) for line in project["dependencies"]]
+    for requirement in (*asked, *required_by(extra, project["optional-dependencies"])):
+        assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)])
+
+
+def required_by(extra: str, extras: dict[str, list[str]]) -> Iterator[Requirement]:
+    """What an extra asks for, through other extras of ours as well."""
+    for requirement in map(Requirement, extras[extra]):
+        if requirement.name == "inferbus":
+            for other in requirement.extras:
+                yield from required_by(other, extras)
+        else:
+            yield requirement
+
+
+def test_docker_compose_reads_the_file() -> None:
+    if not (program := shutil.which("docker-compose")):
+        pytest.skip("needs docker-compose")
+    for profile in ([], ["--profile", "gpu"]):
+        done = subprocess.run(
+            [program, "-f", str(COMPOSE), *profile, "config", "-q"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_the_server_reads_its_configuration() -> None:
+    done = subprocess.run(
+        [find_binary(), "-t", "-c", NATS_CONFIG], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_acknowledged_job_is_on_disk() -> None:
+    assert re.search(r"^\s*sync_interval: always$", NATS_CONFIG.read_text(), re.MULTILINE)
