@@ -170,10 +170,6 @@ class WorkerSettings(_Section, frozen=True, kw_only=True):
     client_gone_every: Annotated[
         int, Meta(description="Ask with every k-th chunk whether a live caller is still there.", ge=1)
     ] = 16
-    owner_cap: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="Jobs of one owner that this worker runs at once."),
-    ] = None
 
     @property
     def heartbeat(self) -> float:

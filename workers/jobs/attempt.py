@@ -69,6 +69,7 @@ class Attempts:
         generate: What the role does.
         worker: This worker's id.
         probe_every: See `Reply`; `probe` is set once there is such a subject.
+        patience: Seconds from its arrival in which a request that names no deadline must be answered.
         now: Wall clock, aware.
 
     Attributes:
@@ -84,6 +85,7 @@ class Attempts:
         *,
         worker: str,
         probe_every: int = 16,
+        patience: float | None = None,
         now: Callable[[], dt.datetime] = lambda: dt.datetime.now(dt.UTC),
     ) -> None:
         self.scopes = Scopes()
@@ -92,6 +94,7 @@ class Attempts:
         self._worker = worker
         self.probe = ""
         self._probe_every = probe_every
+        self._patience = patience
         self._now = now
         self.ended: Callable[[Outcome, float], None] = lambda outcome, seconds: None
         self._listeners: dict[str, Scope] = {}
@@ -134,7 +137,11 @@ class Attempts:
         return Reply(self._broker, job, served, probe=probe, probe_every=self._probe_every)
 
     def _seconds_left(self, job: Job) -> float | None:
-        return None if job.deadline is None else (job.deadline - self._now()).total_seconds()
+        if job.deadline is not None:
+            return (job.deadline - self._now()).total_seconds()
+        if self._patience is None:
+            return None
+        return self._patience - (self._now() - job.arrived).total_seconds()
 
 
 def facts(job: Job) -> dict[str, object]:

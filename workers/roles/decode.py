@@ -77,6 +77,7 @@ class Decode:
             Answering(engine, self._legs(registry)),
             worker=settings.worker,
             probe_every=settings.client_gone_every,
+            patience=settings.deadline,
         )
         self._cancels = Cancels(bus, self._attempts.scopes, bus.subjects)
         deliveries = Deliveries(
