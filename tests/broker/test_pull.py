@@ -192,28 +192,16 @@ async def test_a6_a_terminated_job_is_gone_and_its_reason_kept(streams: Bus, que
     assert msgspec.json.decode(stored.data)["reason"] == "engine_failed: worse"
 
 
-async def test_a6_a_job_whose_last_worker_died_is_told_while_nobody_listens(
-    streams: Bus, queues: Queues
-) -> None:
-    queue = await queues(max_deliver=1)
-    await submit(streams, "1")
-    delivery = await queue.take()
-    queue.heartbeats.discard(delivery)
-
-    async def advisory() -> Any:
-        return await streams.read(layout.ADVISORIES, "$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.>")
-
-    async def asked_for() -> Any:
-        # The server notices when somebody asks for a job.
-        try:
-            async with asyncio.timeout(0.5):
-                await queue.take()
-        except TimeoutError:
-            return await advisory()
-
-    [stored] = await eventually(asked_for)
-    assert msgspec.json.decode(stored.data)["stream_seq"] == delivery.message.sequence
-    assert (await api(streams, f"CONSUMER.INFO.{layout.ADVISORIES}.{layout.REAPER}"))["num_pending"] == 1
+async def test_a4_a_job_is_delivered_until_a_worker_ends_it(streams: Bus, queues: Queues) -> None:
+    """At a bound of its own the server would keep the job and show it to nobody: workers bound attempts."""
+    queue = await queues(max_deliver=3)
+    await submit(streams, "poison")
+    for attempt in range(1, 8):
+        delivery = await asyncio.wait_for(queue.take(), 5)
+        assert delivery.attempt == attempt
+        await delivery.nak(0)
+    await (await queue.take()).term("gave up")
+    assert await messages(streams) == 0
 
 
 @pytest.mark.parametrize("weights", [{"interactive": 4, "batch": 1}, {"interactive": 1, "batch": 1}])

@@ -52,7 +52,7 @@ CHECKS: Final[dict[str, Check]] = {
     "deliver_policy": _equal,
     "ack_policy": _equal,
     "ack_wait": _not_below,
-    "max_deliver": _not_below,
+    "max_deliver": _at_least,
     "max_ack_pending": _at_least,
     "max_waiting": _not_below,
 }

@@ -18,9 +18,6 @@ ADVISORIES: Final = "INFER_ADVISORIES"
 WORKERS: Final = f"KV_{fleet.BUCKET}"
 """The stream behind the key-value bucket (ADR-8)."""
 
-REAPER: Final = "reaper"
-"""The consumer of `ADVISORIES` that tells of jobs whose last worker died (trials A4, A6)."""
-
 ANNOUNCE_TTL: Final = 10.0
 """Seconds after which a worker that says nothing is no longer listed."""
 
@@ -72,17 +69,17 @@ def job_consumer(
     subjects: Subjects, model: str, job_class: JobClass, *, ack_wait: float, max_deliver: int
 ) -> dict[str, Any]:
     """The durable consumer of one model and class, shared by all its workers."""
-    return _consumer(
-        durable(model, job_class),
-        subjects.jobs_of(model, job_class),
-        ack_wait=ack_wait,
-        max_deliver=max_deliver,
-    )
-
-
-def reaper_consumer() -> dict[str, Any]:
-    """The durable consumer of advisories about jobs that used up their attempts."""
-    return _consumer(REAPER, f"{_ADVISORY}.MAX_DELIVERIES.{JOBS}.>", ack_wait=30.0, max_deliver=UNLIMITED)
+    return {
+        "durable_name": durable(model, job_class),
+        "filter_subject": subjects.jobs_of(model, job_class),
+        "deliver_policy": "all",
+        "replay_policy": "instant",
+        "ack_policy": "explicit",
+        "ack_wait": nanoseconds(ack_wait),
+        "max_deliver": max_deliver,
+        "max_ack_pending": MAX_ACK_PENDING,
+        "max_waiting": MAX_WAITING,
+    }
 
 
 def durable(model: str, job_class: JobClass) -> str:
@@ -118,18 +115,4 @@ def _stream(
         "num_replicas": settings.replicas,
         "duplicate_window": nanoseconds(window),
         "allow_direct": True,
-    }
-
-
-def _consumer(name: str, subject: str, *, ack_wait: float, max_deliver: int) -> dict[str, Any]:
-    return {
-        "durable_name": name,
-        "filter_subject": subject,
-        "deliver_policy": "all",
-        "replay_policy": "instant",
-        "ack_policy": "explicit",
-        "ack_wait": nanoseconds(ack_wait),
-        "max_deliver": max_deliver,
-        "max_ack_pending": MAX_ACK_PENDING,
-        "max_waiting": MAX_WAITING,
     }

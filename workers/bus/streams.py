@@ -67,7 +67,6 @@ async def provision(bus: Bus, settings: StreamSettings, *, adopt: bool = False) 
             problems.append(f"stream {name}: {'; '.join(differing)}")
     if problems:
         raise _refusal(problems)
-    await _ensure(bus, layout.ADVISORIES, layout.reaper_consumer(), adopt=adopt)
 
 
 async def job_consumers(
