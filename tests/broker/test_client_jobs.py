@@ -354,3 +354,33 @@ async def test_b5_a_server_that_dies_and_forgets_the_stream_costs_the_reader_not
     await worker.end(subject, len(chunks), Submission=str(job.submission))
     await asyncio.wait_for(reading, 20)
     assert "".join(got) == "abcdefgh"
+
+
+@pytest.mark.faults
+async def test_a_job_submitted_while_the_server_is_away_is_stored_once(
+    client: Client, server: NatsServer
+) -> None:
+    await server.kill()
+    submitting = asyncio.create_task(client.submit("chat", "m", BODY))
+    await eventually(lambda: not client.bus.connected)
+    await server.restart()
+    job = await submitting
+    assert not job.duplicate
+    assert (await client.bus.js.stream_info(layout.JOBS)).state.messages == 1
+
+
+async def test_a_job_whose_acknowledgement_was_lost_is_stored_once(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, lost = client.bus.request, []
+
+    async def requesting(subject: str, *arguments: Any) -> Message:
+        answer = await request(subject, *arguments)
+        if not lost:
+            lost.append(answer)
+            raise BusUnavailable("no answer")
+        return answer
+
+    monkeypatch.setattr(client.bus, "request", requesting)
+    assert not (await client.submit("chat", "m", BODY)).duplicate
+    assert (await client.bus.js.stream_info(layout.JOBS)).state.messages == 1

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from schemas.answers import TokenAnswer, TokenChunk
+from schemas.answers import TokenAnswer, TokenChunk, Usage
 from schemas.errors import BusUnavailable, Cancelled, InvalidRequest, NoWorker, PayloadTooLarge
 from tests.support.answers import USAGE, chat_answer
 from tests.support.eventually import eventually
@@ -61,7 +61,7 @@ async def test_a_chat_streams_and_tells_who_served_it(client: Client, worker: Re
     assert (stream.status, stream.worker, stream.prefill_worker) == ("ok", "d1", "p1")
     assert await stream.answer() == chat_answer("Paris")
     stats = Stats.of(stream)
-    assert stats.completion_tokens == USAGE["completion_tokens"]
+    assert stats.usage == msgspec.convert(USAGE, Usage)
     assert "prefill p1 → decode d1" in stats.line()
 
 

@@ -11,7 +11,7 @@ import msgspec
 from schemas import headers
 from schemas.errors import BusUnavailable
 from workers.bus.connection import Bus
-from workers.bus.errors import NoResponders
+from workers.bus.errors import NoResponders, NotPermitted
 from workers.bus.message import Message
 from workers.client.messages import submission
 
@@ -55,20 +55,28 @@ class _Ack(msgspec.Struct):
 async def hand_in(bus: Bus, subject: str, data: bytes, found: Mapping[str, str]) -> tuple[int, bool]:
     """Stores a job; returns its stream sequence, and whether it was there already.
 
+    What was not acknowledged is sent again; its `Nats-Msg-Id` keeps it from being stored twice.
+
     Raises:
         PayloadTooLarge: Over the server's limit; nothing was sent.
-        BusUnavailable: No stream took it, or the queue is full: it was not accepted.
+        BusUnavailable: No stream took it, or the queue is full: it was not accepted; or NATS did not say so.
     """
-    for last_try in (*[False] * RETRIES, True):
+    for attempt in range(RETRIES + 1):
+        last_try = attempt == RETRIES
         try:
             message = await bus.request(subject, data, found)
         except NoResponders:
             if last_try:
                 raise BusUnavailable("no stream takes jobs: has a worker been started?") from None
+        except NotPermitted:
+            raise
+        except BusUnavailable:
+            if last_try:
+                raise
         else:
             ack = _acknowledgement(message)
             if ack.error is None:
-                return ack.seq, ack.duplicate
+                return ack.seq, ack.duplicate and attempt == 0
             if last_try or ack.error.code != 503 or "exceeded" in ack.error.description:
                 raise BusUnavailable(f"the job was not accepted: {ack.error.description}")
         await asyncio.sleep(RETRY_PAUSE)

@@ -14,9 +14,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """What an answer cost.
 
     Attributes:
-        prompt_tokens: Of the prompt.
-        cached_tokens: Of those, from the prefix cache.
-        completion_tokens: Of all choices.
+        usage: Tokens; None where the answer did not tell them, such as one that was cancelled.
         first: Seconds to the first token; None where there was none, or the answer was stored before.
         seconds: Seconds in all.
         rate: Tokens a second after the first one; None for less than two tokens, likewise.
@@ -24,9 +22,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
         prefill_worker: The prefill worker that served it, if one did.
     """
 
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
+    usage: Usage | None
     first: float | None
     seconds: float
     rate: float | None
@@ -36,17 +32,14 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, stream: Stream[Any]) -> Stats:
         """The stats of a stream that has ended."""
-        usage = stream.usage or Usage(prompt_tokens=0, completion_tokens=0, total_tokens=0)
-        details = usage.prompt_tokens_details
+        usage = stream.usage
         ended = stream.ended if stream.ended is not None else stream.started
         first = None if stream.replayed else stream.first
         rate = None
-        if first is not None and usage.completion_tokens > 1 and ended > first:
+        if first is not None and usage is not None and usage.completion_tokens > 1 and ended > first:
             rate = (usage.completion_tokens - 1) / (ended - first)
         return cls(
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=details.cached_tokens if details else 0,
-            completion_tokens=usage.completion_tokens,
+            usage=usage,
             first=None if first is None else first - stream.started,
             seconds=ended - stream.started,
             rate=rate,
@@ -56,7 +49,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 
     def line(self) -> str:
         """All of it in one line."""
-        parts = [_count(self.completion_tokens, "token")]
+        parts = [] if self.usage is None else [_count(self.usage.completion_tokens, "token")]
         if self.first is not None:
             parts.append(f"first after {self.first:.3f} s")
         if self.rate is not None:
@@ -66,8 +59,11 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
             workers.append(f"{'decode' if workers else 'worker'} {self.worker}")
         if workers:
             parts.append(" → ".join(workers))
-        parts.append(f"{_count(self.prompt_tokens, 'prompt token')}, {self.cached_tokens} cached")
-        return " · ".join(parts)
+        if self.usage is not None:
+            details = self.usage.prompt_tokens_details
+            cached = details.cached_tokens if details else 0
+            parts.append(f"{_count(self.usage.prompt_tokens, 'prompt token')}, {cached} cached")
+        return " · ".join(parts) or f"{self.seconds:.3f} s"
 
 
 def _count(number: int, what: str) -> str:

@@ -1,0 +1,84 @@
+"""`inferbus up`: a whole system from one command, and nothing left of it after Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from workers.client import Client
+from workers.stack.server import NatsServer
+
+SCRIPT = 'tokenizer = true\n[[rules]]\ntext = "Paris."\n'
+
+pytestmark = pytest.mark.faults
+
+
+@asynccontextmanager
+async def up(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "workers.cli", "up", *arguments, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        yield child
+    finally:
+        with suppress(ProcessLookupError):
+            child.send_signal(signal.SIGINT)
+        await child.wait()
+
+
+async def said(child: asyncio.subprocess.Process, pattern: str) -> re.Match[str]:
+    """The first line of standard error that fits."""
+    assert child.stderr is not None
+    lines: list[str] = []
+    async with asyncio.timeout(90):
+        while line := (await child.stderr.readline()).decode():
+            lines.append(line)
+            if found := re.search(pattern, line):
+                return found
+    raise AssertionError(f"never said {pattern!r}: {''.join(lines)}")
+
+
+@pytest.mark.parametrize("layout", [[], ["--aggregated"]])
+async def test_it_serves_until_it_is_interrupted(tmp_path: Path, layout: list[str]) -> None:
+    script = tmp_path / "script.toml"
+    script.write_text(SCRIPT)
+    async with up("--scripted", str(script), "--port", "0", "--served-model", "m", *layout) as child:
+        url = (await said(child, r"ready: the model m at (nats://\S+);"))[1]
+        async with Client.connect(url) as client:
+            answer = await client.chat("m", [{"role": "user", "content": "Where?"}]).answer()
+            roles = sorted(info.role for info in await client.workers())
+        assert isinstance(answer, dict)
+        assert answer["choices"][0]["message"]["content"] == "Paris."
+        assert roles == (["both"] if layout else ["decode", "prefill"])
+        child.send_signal(signal.SIGINT)
+        async with asyncio.timeout(60):
+            assert await child.wait() == 0
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+
+
+async def test_a_port_in_use_is_one_line_and_the_code_1(tmp_path: Path) -> None:
+    script = tmp_path / "script.toml"
+    script.write_text(SCRIPT)
+    async with (
+        NatsServer(tmp_path / "nats") as taken,
+        up("--scripted", str(script), "--port", str(taken.port)) as child,
+    ):
+        await said(child, f"^inferbus: port {taken.port} on 127.0.0.1 is in use")
+        assert await child.wait() == 1
+
+
+async def test_a_script_that_cannot_be_used_ends_it_and_says_why(tmp_path: Path) -> None:
+    script = tmp_path / "script.toml"
+    script.write_text("nonsense = 1\n")
+    async with up("--scripted", str(script), "--port", "0", "--directory", str(tmp_path / "d")) as child:
+        await said(child, "^inferbus: .*nonsense")
+        async with asyncio.timeout(60):
+            assert await child.wait() == 1

@@ -1,0 +1,15 @@
+"""The client's public surface."""
+
+from __future__ import annotations
+
+from workers import client
+
+
+def test_the_public_surface_is_what_it_was() -> None:
+    """A name that leaves breaks somebody's program: change this list knowingly."""
+    assert client.__all__ == sorted(client.__all__)
+    assert all(hasattr(client, name) for name in client.__all__)
+    assert " ".join(client.__all__) == (
+        "Answer AnswerLost Chunk Client Job JobStream LiveStream Outcome Restarted Result Stats Stream "
+        "TimedOut text"
+    )
