@@ -96,6 +96,7 @@ class Bus:
         self._waiting: dict[str, set[asyncio.Future[Message]]] = {}
         self._listeners: list[Callable[[bool], None]] = []
         self._connected = asyncio.Event()
+        self._told: set[str] = set()
         self._closing = False
         self._supervision: asyncio.Task[None] | None = None
         self._client: natspy.GuardedClient
@@ -199,12 +200,8 @@ class Bus:
         try:
             async with asyncio.timeout(timeout):
                 await self._connected.wait()
-                await self._writer.idle()
-                # nats-py writes its PING ahead of what is pending, so a PONG counts only if nothing was.
-                empty = False
-                while not empty:
-                    empty = self._client.pending_data_size == 0
-                    await self._client.flush(timeout=max(1, round(timeout)))
+                await self._writer.written()
+                await self._client.flush(timeout=max(1, round(timeout)))
         except (TimeoutError, nats.errors.Error, OSError) as error:
             raise BusUnavailable(f"NATS did not take everything within {timeout:g} s") from error
 
@@ -378,9 +375,11 @@ class Bus:
         self.errors += 1
         found = _DENIED.search(str(error))
         if found is None:
-            # While NATS is away every try fails; that it is away has been told.
-            tell = log.warning if self.connected else log.debug
-            tell("bus.error", error=str(error) or type(error).__name__, kind=type(error).__name__)
+            text = str(error) or type(error).__name__
+            # While NATS is away every try fails; each reason is told once.
+            tell = log.warning if self.connected or text not in self._told else log.debug
+            self._told.add(text)
+            tell("bus.error", error=text, kind=type(error).__name__)
             return
         key = _key(found[1], found[2])
         if key not in self.denied and len(self.denied) < 1024:
@@ -397,6 +396,7 @@ class Bus:
 
     async def _on_reconnected(self) -> None:
         self.denied.clear()
+        self._told.clear()
         log.info("bus.reconnected", times=self.reconnects)
         self._set_connected(True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import time
 import weakref
 from typing import Final
 
@@ -70,6 +71,8 @@ class NatsDelivery:
             time=ack.time,
         )
         self._attempt = ack.attempt
+        self._seen = time.monotonic()
+        self._stale = False
         self.lane = lane
         heartbeats.add(self)
 
@@ -82,6 +85,12 @@ class NatsDelivery:
     def attempt(self) -> int:
         """See `Delivery`."""
         return self._attempt
+
+    @property
+    def stale(self) -> bool:
+        """See `Delivery`. Once stale, always stale: what was stopped for a while must not come back to life."""
+        self._stale = self._stale or time.monotonic() - self._seen > self._heartbeats.ack_wait
+        return self._stale
 
     async def ack(self) -> None:
         """See `Delivery`."""
@@ -103,6 +112,10 @@ class NatsDelivery:
 
     def beat(self) -> None:
         """A sign of life; lost ones do not matter, the next one comes in time."""
+        if self.stale:
+            self._heartbeats.discard(self)
+            return
+        self._seen = time.monotonic()
         self._bus.send(self._reply, b"+WPI")
 
     async def _end(self, body: bytes) -> None:
@@ -137,6 +150,7 @@ class Heartbeats:
 
     def __init__(self, bus: Bus, ack_wait: float) -> None:
         self._bus = bus
+        self.ack_wait = ack_wait
         self._interval = ack_wait / 3 * 0.9
         self._open: weakref.WeakSet[NatsDelivery] = weakref.WeakSet()
         self._task: asyncio.Task[None] | None = None

@@ -109,13 +109,14 @@ async def _give_up(client: natspy.GuardedClient, connecting: asyncio.Task[None])
         # More than once: nats-py swallows a cancellation that comes at the wrong moment (facts 4.1).
         connecting.cancel()
         await asyncio.wait({connecting}, timeout=0.1)
-    if not connecting.cancelled() and connecting.done():
-        connecting.exception()
-    try:
-        async with asyncio.timeout(1):
-            await client.close()
-    except (TimeoutError, OSError, nats.errors.Error):
-        pass
+    # Whatever it says of a connection that was never made is of no interest.
+    closing = asyncio.create_task(client.close())
+    await asyncio.wait({closing}, timeout=1)
+    for task in (connecting, closing):
+        if not task.done():
+            task.cancel()
+        elif not task.cancelled():
+            task.exception()
 
 
 def _options(settings: BusSettings, name: str) -> dict[str, Any]:

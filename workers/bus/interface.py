@@ -44,6 +44,11 @@ class Delivery(Protocol):
         """How often it has been delivered, this time included; from 1."""
         ...
 
+    @property
+    def stale(self) -> bool:
+        """Whether so much time has passed since the last sign of life that the job may be another's now."""
+        ...
+
     async def ack(self) -> None:
         """Done with; returns when the server knows.
 

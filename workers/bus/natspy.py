@@ -54,6 +54,17 @@ async def write_batch(client: Any, frames: bytes) -> None:
     await client._flush_pending()
 
 
+async def write_out(client: Any) -> None:
+    """Waits until the client's buffer is on the socket.
+
+    A PING overtakes what is in that buffer, so that its PONG says nothing about it. Where this is not
+    possible, the buffer is most probably empty when the PONG comes.
+    """
+    flush = getattr(client, "_flush_pending", None)
+    if callable(flush):
+        await flush(force_flush=True)
+
+
 def read_loop_died(client: Any) -> bool:
     """Whether nothing reads the socket although the client says that it is connected (facts 4.2)."""
     task = getattr(client, "_reading_task", None)

@@ -55,8 +55,9 @@ class Writer:
         self._wake = asyncio.Event()
         self._low = asyncio.Event()
         self._low.set()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._barriers: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._put = 0
+        self._taken = 0
         self._connected = asyncio.Event()
         self._closing = False
         self._batches = natspy.can_write_batches(client)
@@ -92,15 +93,14 @@ class Writer:
             self._drop(1)
             return
         self._queued = size
+        self._put += 1
         self._frames.append(frame)
         if not self._batches:
             self._arguments.append((subject, data, headers, reply))
         if size > self._high_water:
             self._low.clear()
         if self._asleep:
-            self._asleep = False
-            self._wake.set()
-            self._idle.clear()
+            self._rouse()
 
     @property
     def congested(self) -> bool:
@@ -112,24 +112,29 @@ class Writer:
         if not self._low.is_set():
             await self._low.wait()
 
-    async def idle(self) -> None:
-        """Waits until everything is handed to the client."""
-        await self._idle.wait()
+    def written(self) -> asyncio.Future[None]:
+        """Done when everything that was put so far is on the socket."""
+        barrier: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._barriers.append((self._put, barrier))
+        self._rouse()
+        return barrier
 
     async def close(self, timeout: float) -> None:
         """Ends the task, after the queue is empty or `timeout` has passed. It is not cancelled; see above."""
         if self._task is None:
             return
         self._closing = True
-        self._asleep = False
-        self._wake.set()
+        self._rouse()
         await asyncio.wait({self._task}, timeout=timeout)
         # Not connected, and not going to be: whatever waits must not wait for ever.
         self._frames.clear()
         self._arguments.clear()
         self._connected.set()
         self._low.set()
-        self._idle.set()
+
+    def _rouse(self) -> None:
+        self._asleep = False
+        self._wake.set()
 
     def _drop(self, count: int) -> None:
         if self.dropped == 0:
@@ -143,19 +148,22 @@ class Writer:
         if all(kept):
             return
         self._drop(kept.count(False))
+        self._taken += kept.count(False)
         self._frames = deque(itertools.compress(self._frames, kept))
         self._arguments = deque(itertools.compress(self._arguments, kept))
         self._queued = sum(map(len, self._frames))
 
     async def _run(self) -> None:
         while True:
+            if self._barriers and self._barriers[0][0] <= self._taken:
+                await self._pass()
             if not self._frames:
-                self._idle.set()
                 if self._closing:
                     return
                 self._wake.clear()
                 self._asleep = True
                 await self._wake.wait()
+                self._asleep = False
                 continue
             if not self._client.is_connected and not self._client.is_closed:
                 # The client tells of a lost connection only once its socket is closed.
@@ -176,9 +184,23 @@ class Writer:
             taken += len(frame)
             frames.append(frame)
         self._queued -= taken
+        self._taken += len(frames)
         if self._queued <= self._low_water and not self._low.is_set():
             self._low.set()
         return (frames[0] if len(frames) == 1 else b"".join(frames)), len(frames)
+
+    async def _pass(self) -> None:
+        """Tells those who wait for what is written; here, since only this task waits inside nats-py."""
+        reached = []
+        while self._barriers and self._barriers[0][0] <= self._taken:
+            reached.append(self._barriers.popleft()[1])
+        try:
+            await natspy.write_out(self._client)
+        except nats.errors.Error as error:
+            log.debug("bus.write_failed", error=str(error))
+        for barrier in reached:
+            if not barrier.done():
+                barrier.set_result(None)
 
     async def _write(self, batch: bytes, count: int) -> None:
         try:
