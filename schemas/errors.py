@@ -21,6 +21,7 @@
     │   ├── PrefillFailed            prefill_failed
     │   ├── TransferFailed           kv_transfer_failed
     │   ├── Draining                 draining
+    │   ├── LeaseLost                lease_lost
     │   ├── NoWorker                 no_worker
     │   └── BusUnavailable           bus_unavailable
     └── WorkerError          this worker's; retried elsewhere, dead-lettered after the last attempt
@@ -204,6 +205,12 @@ class Draining(InfrastructureError):
     """The worker is shutting down."""
 
     code = "draining"
+
+
+class LeaseLost(InfrastructureError):
+    """The worker was out of touch for so long that the job may be another's by now."""
+
+    code = "lease_lost"
 
 
 class NoWorker(InfrastructureError):

@@ -11,12 +11,11 @@ import pytest
 
 from schemas import headers
 from schemas.errors import Draining, EngineFailed, InvalidRequest, PrefillUnavailable
-from schemas.requests import AnyRequest
 from schemas.subjects import JobKey, Subjects
 from tests.support.eventually import eventually
 from tests.support.memory import MemoryBroker, MemoryDelivery
 from workers.bus.interface import Stored
-from workers.jobs.attempt import Attempts
+from workers.jobs.attempt import Attempts, Work
 from workers.jobs.cancel import Cancels
 from workers.jobs.delivery import Deliveries
 from workers.jobs.job import Job
@@ -29,19 +28,20 @@ RESULT = SUBJECTS.result("acme", "j1")
 STREAM = SUBJECTS.stream("acme", "j1")
 BODY = b'{"token_ids":[1,2]}'
 
-Work = Callable[[Job, Reply, Served], Awaitable[bytes]]
+Answerer = Callable[[Job, Reply, Served], Awaitable[bytes]]
 
 
 class Bench:
     """One worker's delivery code, and what it did."""
 
-    def __init__(self, work: Work, *, attempts: int = 3) -> None:
+    def __init__(self, work: Answerer, *, attempts: int = 3) -> None:
         self.broker = MemoryBroker()
         self.runs = 0
 
-        async def generate(job: Job, request: AnyRequest, reply: Reply, served: Served) -> bytes:
+        async def generate(task: Work) -> bytes:
             self.runs += 1
-            return await work(job, reply, served)
+            self.points = task.points
+            return await work(task.job, task.reply, task.served)
 
         self.attempts = Attempts(self.broker, generate, worker="w1", now=self.broker.now)
         self.cancels = Cancels(self.broker, self.attempts.scopes, SUBJECTS)
@@ -89,7 +89,7 @@ async def answer(job: Job, reply: Reply, served: Served) -> bytes:
     return b'{"whole":true}'
 
 
-def failing(error: Exception) -> Work:
+def failing(error: Exception) -> Answerer:
     async def fail(job: Job, reply: Reply, served: Served) -> bytes:
         raise error
 
@@ -303,6 +303,49 @@ async def test_a_job_is_left_alone_while_nats_is_away() -> None:
     delivery = bench.job()
     await bench.deliveries.handle(delivery)
     assert delivery.ended == []
+
+
+async def test_a_finished_answer_is_stored_when_nats_is_back() -> None:
+    async def outlived(job: Job, reply: Reply, served: Served) -> bytes:
+        bench.broker.away = True
+        return b'{"whole":true}'
+
+    bench = Bench(outlived)
+    delivery = bench.job()
+    running = asyncio.create_task(bench.deliveries.handle(delivery))
+    await eventually(lambda: bench.broker.away)
+    assert not bench.results
+    bench.broker.away = False
+    await running
+    assert delivery.ended == [("ack", None)]
+    assert bench.ends == ["ok"]
+
+
+async def test_an_owner_that_was_out_of_touch_sends_nothing_more() -> None:
+    async def stalled(job: Job, reply: Reply, served: Served) -> bytes:
+        reply.chunk(b'{"text":"a"}')
+        delivery.stale = True
+        reply.chunk(b'{"text":"b"}')
+        return b'{"whole":true}'
+
+    bench = Bench(stalled)
+    delivery = bench.job()
+    await bench.deliveries.handle(delivery)
+    assert delivery.ended == []
+    assert not bench.results
+    assert len(bench.broker.sent) == 1
+
+
+async def test_a_stale_owners_finished_result_counts_but_its_readers_hear_no_more_of_it() -> None:
+    async def late(job: Job, reply: Reply, served: Served) -> bytes:
+        delivery.stale = True
+        return b'{"whole":true}'
+
+    bench = Bench(late)
+    delivery = bench.job()
+    assert await bench.handle(delivery) == ("ack", None)
+    assert len(bench.results) == 1
+    assert bench.ends == []
 
 
 async def test_an_unreadable_subject_is_terminated() -> None:

@@ -88,7 +88,7 @@ class NatsDelivery:
 
     @property
     def stale(self) -> bool:
-        """See `Delivery`. Once stale, always stale: what was stopped for a while must not come back to life."""
+        """See `Delivery`. Once stale, always stale: what was stopped must not come back to life."""
         self._stale = self._stale or time.monotonic() - self._seen > self._heartbeats.ack_wait
         return self._stale
 

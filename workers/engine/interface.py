@@ -110,6 +110,20 @@ class Prompt(Protocol):
         """A fresh formatter for one attempt."""
         ...
 
+    def resumed(self, token_ids: list[int], text: str) -> Prompt | None:
+        """The prompt of a request whose answer has come this far already, to go on from there.
+
+        Args:
+            token_ids: The answer's tokens so far.
+            text: The text that its reader has.
+
+        Returns:
+            None where going on could give another answer than an undisturbed run: several choices, log
+            probabilities, stop strings, grammars, tools, penalties that count what was said, a text that
+            these tokens do not make.
+        """
+        ...
+
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine can do; announced in the registry.

@@ -13,13 +13,33 @@ from schemas import headers
 from schemas.errors import Cancelled, DeadlineExceeded, InferbusError, InternalError
 from schemas.requests import AnyRequest
 from workers.bus.interface import Broker
+from workers.jobs.history import Point
 from workers.jobs.job import Envelope, Job
 from workers.jobs.reply import Reply, Served, error_body
 from workers.jobs.scope import Scope, Scopes
 
 log = structlog.get_logger()
 
-Generate = Callable[[Job, AnyRequest, Reply, Served], Awaitable[bytes]]
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """What an attempt has to do.
+
+    Attributes:
+        job: The attempt.
+        request: Checked as far as that goes without a model.
+        reply: Where chunks go.
+        served: Filled in by whoever does the work.
+        points: Where an earlier attempt at a job can be gone on from, the latest place first.
+    """
+
+    job: Job
+    request: AnyRequest
+    reply: Reply
+    served: Served
+    points: list[Point] = []
+
+
+Generate = Callable[[Work], Awaitable[bytes]]
 """Answers one request: streams its chunks to the reply if wanted, and returns the whole answer.
 
 Raises `InferbusError`.
@@ -105,8 +125,22 @@ class Attempts:
         if scope is not None:
             scope.end(Cancelled("nobody listens on the reply subject any more"))
 
-    async def run(self, envelope: Envelope, scope: Scope) -> Outcome:
-        """One attempt; never raises `InferbusError`, since every failure is an outcome."""
+    async def run(
+        self,
+        envelope: Envelope,
+        scope: Scope,
+        *,
+        points: list[Point] | None = None,
+        lost: Callable[[], bool] = lambda: False,
+    ) -> Outcome:
+        """One attempt; never raises `InferbusError`, since every failure is an outcome.
+
+        Args:
+            envelope: What to do.
+            scope: Ends it from outside.
+            points: Where an earlier attempt can be gone on from.
+            lost: Whether the job may be somebody else's by now; nothing is sent then.
+        """
         job, served, streamed = envelope.job, Served(worker=self._worker), False
         started = time.monotonic()
         reply = Reply(self._broker, job, served)
@@ -114,10 +148,10 @@ class Attempts:
         try:
             job, request = envelope.open()
             streamed = job.streams(request)
-            reply = self._reply(job, served)
+            reply = self._reply(job, served, lost)
             self._listeners[job.reply] = scope
-            work = self._generate(job, request, reply, served)
-            body = await scope.run(work, deadline=self._seconds_left(job))
+            work = Work(job=job, request=request, reply=reply, served=served, points=points or [])
+            body = await scope.run(self._generate(work), deadline=self._seconds_left(job))
             error = None
         except InferbusError as problem:
             error = problem
@@ -132,9 +166,9 @@ class Attempts:
         self.ended(outcome, time.monotonic() - started)
         return outcome
 
-    def _reply(self, job: Job, served: Served) -> Reply:
+    def _reply(self, job: Job, served: Served, lost: Callable[[], bool]) -> Reply:
         probe = "" if job.durable else self.probe
-        return Reply(self._broker, job, served, probe=probe, probe_every=self._probe_every)
+        return Reply(self._broker, job, served, probe=probe, probe_every=self._probe_every, lost=lost)
 
     def _seconds_left(self, job: Job) -> float | None:
         if job.deadline is not None:

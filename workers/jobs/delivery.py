@@ -15,22 +15,43 @@ one result however often it was delivered.
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import Final
+
 import structlog
 
 from schemas import headers
-from schemas.errors import AttemptsExhausted, BusUnavailable, CallerError, Draining, Ended, InferbusError
+from schemas.errors import (
+    AttemptsExhausted,
+    BusUnavailable,
+    CallerError,
+    Draining,
+    Ended,
+    InferbusError,
+    LeaseLost,
+)
 from schemas.subjects import Subjects
 from workers.bus.interface import Broker, Delivery, Stored
 from workers.bus.layout import RESULTS
+from workers.bus.layout import STREAM as CHUNKS
 from workers.jobs import cancel
 from workers.jobs.attempt import Attempts, Outcome, facts
 from workers.jobs.cancel import Cancels
+from workers.jobs.history import Point, points
 from workers.jobs.job import Envelope, Job, durable
 from workers.jobs.reply import Reply, Served, error_body, served_headers
 from workers.jobs.retry import RetryPolicy
 from workers.jobs.scope import Scope
 
 log = structlog.get_logger()
+
+PATIENCE: Final = 300.0
+"""Seconds for which a finished answer waits for NATS to come back."""
+
+FIRST_PAUSE: Final = 0.1
+LONGEST_PAUSE: Final = 5.0
 
 
 class Deliveries:
@@ -44,6 +65,7 @@ class Deliveries:
         policy: How often and how soon a job is tried again.
         replies: Prefixes of reply subjects that callers may name.
         worker: This worker's id.
+        clock: Monotonic seconds.
     """
 
     def __init__(
@@ -56,6 +78,7 @@ class Deliveries:
         policy: RetryPolicy,
         replies: tuple[str, ...],
         worker: str,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._broker = broker
         self._attempts = attempts
@@ -64,6 +87,7 @@ class Deliveries:
         self._policy = policy
         self._replies = replies
         self._worker = worker
+        self._clock = clock
 
     async def handle(self, delivery: Delivery) -> None:
         """Sees one delivery through to its acknowledgement, or gives it back.
@@ -103,17 +127,27 @@ class Deliveries:
             mark = await self._cancels.mark(job.key)
             if mark is not None and cancel.hits(mark, submission=job.submission, arrived=job.arrived):
                 cancel.end(scope)
-            outcome = await self._attempts.run(envelope, scope)
+            points = await self._points(job)
+            outcome = await self._attempts.run(envelope, scope, points=points, lost=lambda: delivery.stale)
         finally:
             forget()
         await self._settle(delivery, outcome, expect)
 
+    async def _points(self, job: Job) -> list[Point]:
+        """Where an earlier attempt can be gone on from. Chunks that went to an inbox are nowhere stored."""
+        if job.attempt == 1 or job.submission is None:
+            return []
+        stored = await self._broker.read(CHUNKS, self._subjects.stream(job.owner, job.id))
+        return points(stored, submission=job.submission, before=job.attempt)
+
     async def _settle(self, delivery: Delivery, outcome: Outcome, expect: int) -> None:
         error, job = outcome.error, outcome.job
         if error is None or isinstance(error, CallerError | Ended):
-            await self._conclude(outcome, expect)
+            await self._conclude(delivery, outcome, expect)
             await delivery.ack()
             log.info("job.finished", status=outcome.status, code=error and error.code, **facts(job))
+        elif isinstance(error, LeaseLost):
+            log.warning("job.left", reason=error.message, **facts(job))
         elif isinstance(error, Draining):
             outcome.reply.retrying(error)
             await delivery.nak(0.0)
@@ -142,22 +176,46 @@ class Deliveries:
             headers.WORKER: self._worker,
             headers.MSG_ID: f"dead-{message.sequence}",
         }
-        await self._broker.store(self._subjects.dead(job.model, job.kind), message.data, letter)
-        await self._conclude(outcome, expect)
+        await self._keep(self._subjects.dead(job.model, job.kind), message.data, letter)
+        await self._conclude(delivery, outcome, expect)
         await delivery.term(code)
         log.error("job.dead", code=code, reason=reason, **facts(job))
 
-    async def _conclude(self, outcome: Outcome, expect: int) -> None:
-        """Stores the one result, then ends the reply; a second owner's result is dropped."""
+    async def _conclude(self, delivery: Delivery, outcome: Outcome, expect: int) -> None:
+        """Stores the one result, then ends the reply; a second owner's result is dropped.
+
+        An owner that was out of touch for too long may still have the first result, and it counts; but it
+        says nothing more to readers, who may be listening to its successor.
+        """
         job = outcome.job
         found = {headers.STATUS: outcome.status, **served_headers(job, outcome.served)}
         subject = self._subjects.result(job.owner, job.id)
-        stored = await self._broker.store(subject, outcome.body, found, expect=expect)
+        stored = await self._keep(subject, outcome.body, found, expect=expect)
         if stored is None:
             log.warning("job.superseded", **facts(job))
-            return
-        outcome.answer()
-        await self._broker.flush()
+        elif not delivery.stale:
+            outcome.answer()
+            await self._broker.flush()
+
+    async def _keep(
+        self, subject: str, body: bytes, found: Mapping[str, str], *, expect: int | None = None
+    ) -> int | None:
+        """Stores, and while NATS is away goes on trying: a finished answer is not thrown away for that.
+
+        Raises:
+            BusUnavailable: Not within `PATIENCE`.
+        """
+        deadline = self._clock() + PATIENCE
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                return await self._broker.store(subject, body, found, expect=expect)
+            except BusUnavailable as error:
+                if self._clock() + pause > deadline:
+                    raise
+                log.warning("result.waiting", subject=subject, reason=error.message)
+                await asyncio.sleep(pause)
+                pause = min(pause * 2, LONGEST_PAUSE)
 
     async def _result(self, job: Job) -> Stored | None:
         return await self._broker.last(RESULTS, self._subjects.result(job.owner, job.id))

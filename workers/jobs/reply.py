@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import msgspec
 
 from schemas import codec, headers
 from schemas.answers import Retrying, TokenChunk
-from schemas.errors import ErrorAnswer, InferbusError
+from schemas.errors import ErrorAnswer, InferbusError, LeaseLost
+from schemas.headers import Continuation
 from workers.bus.interface import Broker
 from workers.jobs.job import Job
 
@@ -38,6 +39,8 @@ class Reply:
         probe: Reply subject put on every `probe_every`-th message: the server answers there when nobody
             listens any more.
         probe_every: See `probe`.
+        lost: Whether the job may be somebody else's by now.
+        continues: The earlier attempt that this one goes on after, once that is known.
     """
 
     def __init__(
@@ -48,12 +51,15 @@ class Reply:
         *,
         probe: str = "",
         probe_every: int = 16,
+        lost: Callable[[], bool] = lambda: False,
     ) -> None:
         self._broker = broker
         self._job = job
         self._served = served
         self._probe = probe
         self._probe_every = probe_every
+        self._lost = lost
+        self.continues: Continuation | None = None
         self._seal = Seal(job)
         self._headers = _identity(job)
         self.sent = 0
@@ -67,7 +73,10 @@ class Reply:
 
         Raises:
             PayloadTooLarge: Over the server's limit.
+            LeaseLost: Another worker may be answering by now.
         """
+        if self._lost():
+            raise LeaseLost("another worker may have taken the job over")
         self._send(self._seal.chunk(message, self.sent, extra))
 
     @property
@@ -99,7 +108,10 @@ class Reply:
 
     def _send(self, body: bytes) -> None:
         probe = self._probe if self.sent % self._probe_every == 0 else ""
-        self._broker.send(self._job.reply, body, self._headers, reply=probe)
+        found = self._headers
+        if self.continues is not None and self.sent == 0:
+            found = {**(found or {}), headers.CONTINUES: str(self.continues)}
+        self._broker.send(self._job.reply, body, found, reply=probe)
         self.sent += 1
 
 

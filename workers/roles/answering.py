@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Final
+
+import structlog
 
 from schemas.errors import NotSupported
-from schemas.requests import AnyRequest
-from workers.engine.interface import Delta, Engine
+from workers.engine.interface import Delta, Engine, Prompt
+from workers.jobs.attempt import Work
+from workers.jobs.history import Point
 from workers.jobs.job import Job
-from workers.jobs.reply import Reply, Seal, Served
+from workers.jobs.reply import Seal
 from workers.pairing.legs import RunLeg, generate
+
+log = structlog.get_logger()
+
+PLACES: Final = 8
+"""Places tried, from the latest: text is settled within a few tokens, or this answer cannot be gone on."""
 
 
 class Answering:
@@ -26,24 +34,30 @@ class Answering:
         self._engine = engine
         self._run = run
 
-    async def __call__(self, job: Job, request: AnyRequest, reply: Reply, served: Served) -> bytes:
+    async def __call__(self, work: Work) -> bytes:
         """One attempt; see `workers.jobs.attempt.Generate`."""
+        job, request, reply = work.job, work.request, work.reply
         if job.kind not in self._engine.info.kinds:
             raise NotSupported(f"this model's workers have no tokenizer, which the kind {job.kind!r} needs")
         prompt = await self._engine.prepare(request)
         answer = prompt.answer()
+        point, rest = _resumed(prompt, work.points)
+        if point is not None:
+            reply.continues = point.after
+            request.warnings.append(f"continued after {len(point.token_ids)} tokens by another worker")
+            log.info("job.continued", job=job.id, attempt=job.attempt, tokens=len(point.token_ids))
         streams = job.streams(request)
-        spoken = _Spoken(record=job.durable and prompt.choices == 1 and job.kind != "tokens")
         warned: dict[str, Any] = {"warnings": request.warnings} if request.warnings else {}
+        story = _Story(point, prompt=len(prompt.token_ids), record=_records(job, prompt))
         async with (
-            aclosing(generate(prompt, self._run, job=job.id, served=served)) as deltas,
-            aclosing(answer.chunks(spoken.overhear(deltas))) as messages,
+            aclosing(generate(rest, self._run, job=job.id, served=work.served)) as deltas,
+            aclosing(answer.chunks(story.told(deltas))) as messages,
         ):
             async for message in messages:
-                if not streams:
+                if not streams or story.repeating:
                     continue
                 if isinstance(message, bytes):
-                    reply.chunk(message, spoken.since() | (warned if reply.sent == 0 else {}))
+                    reply.chunk(message, story.since() | (warned if reply.sent == 0 else {}))
                 else:
                     reply.chunk(message)
                 if reply.congested:
@@ -54,16 +68,42 @@ class Answering:
         return Seal(job).whole(whole, warned if isinstance(whole, bytes) else {})
 
 
-class _Spoken:
-    """The tokens behind text chunks: put beside them, they let another worker go on after the last one."""
+def _resumed(prompt: Prompt, points: list[Point]) -> tuple[Point | None, Prompt]:
+    """The latest place that can be gone on from, and what is left to generate; else everything is."""
+    for point in points[:PLACES]:
+        rest = prompt.resumed(point.token_ids, point.text)
+        if rest is not None:
+            return point, rest
+    return None, prompt
 
-    def __init__(self, *, record: bool) -> None:
+
+def _records(job: Job, prompt: Prompt) -> bool:
+    """Whether text chunks carry their tokens, so that another worker can go on after them."""
+    return job.durable and prompt.choices == 1 and job.kind != "tokens"
+
+
+class _Story:
+    """The deltas of an answer from its beginning, whoever told it; notes the tokens behind text chunks.
+
+    The formatter hears first what an earlier attempt said, so that its state and the whole answer are
+    right; what it makes of that is not sent again.
+
+    Args:
+        point: Where an earlier attempt is gone on from.
+        prompt: Tokens of the request's own prompt.
+        record: Whether to note tokens.
+    """
+
+    def __init__(self, point: Point | None, *, prompt: int, record: bool) -> None:
+        self._point = point
+        self._prompt = prompt
         self._record = record
         self._token_ids: list[int] = []
+        self.repeating = False
 
-    def overhear(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
-        """The same deltas, with their tokens noted."""
-        return self._noted(deltas) if self._record else deltas
+    def told(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
+        """The deltas for the formatter."""
+        return self._from_the_start(deltas) if self._point is not None or self._record else deltas
 
     def since(self) -> dict[str, list[int]]:
         """The tokens noted since the last call, as a chunk's field."""
@@ -72,7 +112,17 @@ class _Spoken:
         noted, self._token_ids = self._token_ids, []
         return {"token_ids": noted}
 
-    async def _noted(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
+    async def _from_the_start(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
+        said = self._point.token_ids if self._point is not None else []
+        if self._point is not None:
+            self.repeating = True
+            meta = {"prompt_tokens": self._prompt, "completion_tokens": len(said), "cached_tokens": 0}
+            yield Delta(index=0, token_ids=list(said), text=self._point.text, finish=None, meta=meta)
+            self.repeating = False
         async for delta in deltas:
-            self._token_ids.extend(delta.token_ids)
+            if said:
+                delta.meta["prompt_tokens"] = self._prompt
+                delta.meta["completion_tokens"] = delta.meta.get("completion_tokens", 0) + len(said)
+            if self._record:
+                self._token_ids.extend(delta.token_ids)
             yield delta

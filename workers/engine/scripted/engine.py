@@ -103,7 +103,14 @@ class ScriptedEngine:
             CallerError: The request cannot be served.
         """
         checked = prepare(request, self._info, self._tokenizer)
-        return ScriptedPrompt(request, checked, self._info.model, created=self._now, identity=self._identity)
+        return ScriptedPrompt(
+            request,
+            checked,
+            self._info.model,
+            tokenizer=self._tokenizer,
+            created=self._now,
+            identity=self._identity,
+        )
 
     async def generate(self, leg: Leg) -> AsyncGenerator[Delta, None]:
         """Plays the first rule that fits the leg.

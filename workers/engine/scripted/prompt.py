@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
@@ -34,11 +35,14 @@ class ScriptedPrompt:
         checked: Checked,
         model: str,
         *,
+        tokenizer: ByteTokenizer,
         created: Callable[[], float],
         identity: Callable[[], str],
     ) -> None:
         self._request = request
         self._token_ids, self._echo = checked
+        self._left = request.sampling.max_new_tokens
+        self._tokenizer = tokenizer
         self._model = model
         self._created = created
         self._identity = identity
@@ -57,6 +61,8 @@ class ScriptedPrompt:
         """The engine call of one choice."""
         sampling = self._request.sampling.given()
         sampling.pop("n", None)
+        if self._left is not None:
+            sampling["max_new_tokens"] = self._left
         if (seed := sampling.get("sampling_seed")) is not None:
             sampling["sampling_seed"] = seed + index
         options: dict[str, Any] = {}
@@ -65,6 +71,19 @@ class ScriptedPrompt:
         if isinstance(self._request, TokenRequest) and self._request.logprobs:
             options |= {"return_logprob": True, "top_logprobs_num": self._request.top_logprobs or 0}
         return Leg(rid=rid, index=index, token_ids=self._token_ids, sampling=sampling, options=options)
+
+    def resumed(self, token_ids: list[int], text: str) -> ScriptedPrompt | None:
+        """See `Prompt.resumed`."""
+        sampling = self._request.sampling
+        left = None if sampling.max_new_tokens is None else sampling.max_new_tokens - len(token_ids)
+        if self.choices > 1 or getattr(self._request, "logprobs", None) or (left is not None and left < 1):
+            return None
+        if self._request.kind != "tokens" and self._echo + self._tokenizer.decode(token_ids) != text:
+            return None
+        resumed = copy.copy(self)
+        resumed._token_ids = self._token_ids + token_ids
+        resumed._left = left
+        return resumed
 
     def answer(self) -> Answer:
         """A fresh formatter."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
@@ -29,6 +30,12 @@ _OPTIONS: Final = (
     "require_reasoning",
 )
 """Fields of SGLang's request that a leg's options take over from its conversion."""
+
+_LOOKING_BACK: Final = ("stop", "stop_regex", *GRAMMARS, "frequency_penalty", "presence_penalty")
+"""Parameters that depend on what was said before."""
+
+_LEANING: Final = 5
+"""Tokens of the prompt that SGLang's detokenizer begins with."""
 
 _NEED_TOKENIZER: Final = ("stop", "stop_regex", *GRAMMARS, "min_new_tokens")
 
@@ -115,10 +122,48 @@ class Preparer:
         return SGLangPrompt(
             token_ids,
             sampling=sampling,
-            options={name: value for name, value in options.items() if value not in (None, False)},
+            options={
+                name: value for name, value in options.items() if value is not None and value is not False
+            },
             choices=request.sampling.choices,
             answer=answer,
+            decode=None if request.kind == "tokens" else self._decoder(token_ids, sampling),
+            resumable=self._resumable(request, sampling),
         )
+
+    def _resumable(self, request: AnyRequest, sampling: dict[str, Any]) -> bool:
+        """Whether an answer that goes on from its own first tokens is the one that was begun.
+
+        What looks back over the answer, a stop string or a penalty or a grammar or a parser, would not
+        see what is part of the prompt by then.
+        """
+        parsed = (
+            isinstance(request, ChatRequest)
+            and self._serving is not None
+            and bool(self._serving.chat.reasoning_parser or request.tools)
+        )
+        return (
+            request.sampling.choices == 1
+            and not parsed
+            and not getattr(request, "logprobs", None)
+            and not getattr(request, "echo", None)
+            and not any(sampling.get(name) for name in _LOOKING_BACK)
+            and sampling.get("repetition_penalty", 1.0) == 1.0
+        )
+
+    def _decoder(self, prompt: list[int], sampling: dict[str, Any]) -> Callable[[list[int]], str]:
+        """As SGLang's detokenizer does it: after the prompt's last tokens, on which a first one may lean."""
+        tail = prompt[-_LEANING:]
+        decode = partial(
+            self._manager.tokenizer.decode,
+            skip_special_tokens=sampling.get("skip_special_tokens", True),
+            spaces_between_special_tokens=sampling.get("spaces_between_special_tokens", True),
+        )
+
+        def text(token_ids: list[int]) -> str:
+            return str(decode(tail + token_ids)).removeprefix(str(decode(tail)))
+
+        return text
 
     def _verify(self, sampling: dict[str, Any]) -> None:
         """SGLang's own checks, now instead of in the middle of a hand-off."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -19,6 +20,8 @@ class SGLangPrompt:
         options: Further fields of SGLang's `GenerateReqInput`, as plain data.
         choices: How many legs.
         answer: Makes a formatter.
+        decode: Gives the text that tokens make after this prompt; None where a reader has tokens alone.
+        resumable: Whether an answer may go on after an interruption; see `Prompt.resumed`.
     """
 
     def __init__(
@@ -29,12 +32,16 @@ class SGLangPrompt:
         options: dict[str, Any],
         choices: int,
         answer: Callable[[], Answer],
+        decode: Callable[[list[int]], str] | None = None,
+        resumable: bool = False,
     ) -> None:
         self._token_ids = token_ids
         self._sampling = sampling
         self._options = options
         self._choices = choices
         self._answer = answer
+        self._decode = decode
+        self._resumable = resumable
 
     @property
     def token_ids(self) -> list[int]:
@@ -56,3 +63,16 @@ class SGLangPrompt:
 
     def answer(self) -> Answer:
         return self._answer()
+
+    def resumed(self, token_ids: list[int], text: str) -> SGLangPrompt | None:
+        left = self._sampling["max_new_tokens"] - len(token_ids)
+        if not self._resumable or left < 1:
+            return None
+        if self._decode is not None and self._decode(token_ids) != text:
+            return None
+        resumed = copy.copy(self)
+        resumed._token_ids = self._token_ids + token_ids
+        resumed._sampling = {**self._sampling, "max_new_tokens": left}
+        if least := self._sampling.get("min_new_tokens"):
+            resumed._sampling["min_new_tokens"] = max(0, least - len(token_ids))
+        return resumed
