@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
@@ -21,7 +22,8 @@ import msgspec
 from schemas.errors import InferbusError
 from schemas.fleet import Role
 from schemas.requests import parse
-from workers.engine.interface import Delta, Engine, Leg, Prompt
+from workers.engine.interface import Delta, Leg, Prompt
+from workers.engine.sglang import LaunchFailed, SGLangEngine, health
 
 
 class Channel:
@@ -55,9 +57,16 @@ class Channel:
 class Host:
     """Serves one engine."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: SGLangEngine, role: Role) -> None:
         self._engine = engine
+        self._sglang = engine._engine
+        self._role = role
         self._prompts: list[Prompt] = []
+        self.terms = 0
+
+    def told_to_stop(self) -> None:
+        """Handles SIGTERM by counting it."""
+        self.terms += 1
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One operation."""
@@ -74,14 +83,21 @@ class Host:
             await channel.close()
 
     async def _info(self, channel: Channel) -> None:
-        children = self._engine._engine.get_all_child_pids()  # type: ignore[attr-defined]
+        children = self._sglang.get_all_child_pids()
         await channel.send({"info": self._engine.info, "pid": os.getpid(), "children": children})
 
     async def _load(self, channel: Channel) -> None:
         await channel.send({"load": await self._engine.load()})
 
-    async def _healthy(self, channel: Channel) -> None:
-        await channel.send({"healthy": await self._engine.healthy()})
+    async def _healthy(self, channel: Channel, fresh: float | None) -> None:
+        if fresh is None:
+            healthy = await self._engine.healthy()
+        else:
+            healthy = await health.healthy(self._sglang, self._role, fresh=fresh)
+        await channel.send({"healthy": healthy})
+
+    async def _terms(self, channel: Channel) -> None:
+        await channel.send({"terms": self.terms})
 
     async def _abort(self, channel: Channel, rid: str) -> None:
         self._engine.abort(rid)
@@ -135,17 +151,17 @@ class Host:
 
     async def _bare(self, channel: Channel, fields: dict[str, Any]) -> None:
         """A call of SGLang's engine itself, without anything of ours."""
-        outputs = await self._engine._engine.async_generate(**fields, stream=True)  # type: ignore[attr-defined]
         ids: list[int] = []
-        async for output in outputs:
+        async for output in await self._sglang.async_generate(**fields, stream=True):
             ids += output["output_ids"]
         await channel.send({"token_ids": ids})
+
+    async def _bare_text(self, channel: Channel, fields: dict[str, Any]) -> None:
+        await channel.send({"text": (await self._sglang.async_generate(**fields))["text"]})
 
 
 async def main(role: Role, path: str, argv: list[str]) -> int:
     """Serves until it is killed."""
-    from workers.engine.sglang import LaunchFailed, SGLangEngine
-
     try:
         engine = await SGLangEngine.launch(
             argv, role=role, model="tiny", advertise_host="127.0.0.1", transfer_timeout=10
@@ -153,7 +169,9 @@ async def main(role: Role, path: str, argv: list[str]) -> int:
     except LaunchFailed as error:
         sys.stderr.write(f"LaunchFailed: {error.message}\n")
         return 1
-    server = await asyncio.start_unix_server(Host(engine).serve, path)
+    host = Host(engine, role)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, host.told_to_stop)
+    server = await asyncio.start_unix_server(host.serve, path)
     async with server:
         await server.serve_forever()
     return 0

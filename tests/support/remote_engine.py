@@ -43,6 +43,7 @@ class RemoteEngine:
         self.log = folder / "log"
         self._path = str(folder / "socket")
         self.info: EngineInfo
+        self.pid = 0
         self.children: list[int] = []
         if self._reachable():  # Left running by an earlier test run; see the fixtures.
             return
@@ -69,7 +70,7 @@ class RemoteEngine:
             time.sleep(0.2)
         answer = asyncio.run(self._ask(do="info"))
         self.info = msgspec.convert(answer["info"], EngineInfo)
-        self.children = answer["children"]
+        self.pid, self.children = answer["pid"], answer["children"]
 
     def stop(self) -> None:
         """Ends the process and everything below it."""
@@ -115,9 +116,14 @@ class RemoteEngine:
         """As the interface says."""
         return msgspec.convert((await self._ask(do="load"))["load"], EngineLoad)
 
-    async def healthy(self) -> bool:
-        """As the interface says."""
-        return bool((await self._ask(do="healthy"))["healthy"])
+    async def healthy(self, *, fresh: float | None = None) -> bool:
+        """As the interface says; `fresh` is how many seconds ago a sign of life may be."""
+        return bool((await self._ask(do="healthy", fresh=fresh))["healthy"])
+
+    async def terms(self) -> int:
+        """How often SIGTERM reached the program."""
+        count: int = (await self._ask(do="terms"))["terms"]
+        return count
 
     async def close(self) -> None:
         """As the interface says."""
@@ -127,6 +133,11 @@ class RemoteEngine:
         """The tokens of a call of SGLang's engine itself."""
         token_ids: list[int] = (await self._ask(do="bare", fields=fields))["token_ids"]
         return token_ids
+
+    async def bare_text(self, **fields: Any) -> str:
+        """The text of such a call, which does not stream."""
+        text: str = (await self._ask(do="bare_text", fields=fields))["text"]
+        return text
 
     async def _ask(self, **call: Any) -> dict[str, Any]:
         async with self.call(**call) as channel:

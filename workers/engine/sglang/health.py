@@ -18,13 +18,13 @@ FRESH_SECONDS: Final = 10.0
 PROBE_SECONDS: Final = 10.0
 
 
-async def healthy(engine: Any, role: Role) -> bool:
+async def healthy(engine: Any, role: Role, *, fresh: float = FRESH_SECONDS) -> bool:
     """Whether its processes live, and its scheduler answers."""
     if not processes.alive(engine.get_all_child_pids()):
         return False
     manager = engine.tokenizer_manager
     asked = time.time()
-    if asked - manager.last_receive_tstamp < FRESH_SECONDS:
+    if asked - manager.last_receive_tstamp < fresh:
         return True
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(PROBE_SECONDS):
