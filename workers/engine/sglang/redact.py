@@ -40,7 +40,6 @@ def _strings(value: Any) -> Iterator[str]:
             if len(current) >= SHORTEST_SECRET and current not in _ORDINARY:
                 yield current
         elif isinstance(current, dict):
-            stack.extend(current.keys())
             stack.extend(current.values())
         elif isinstance(current, list | tuple):
             stack.extend(current)

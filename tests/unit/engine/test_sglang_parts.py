@@ -1,0 +1,154 @@
+"""The parts of the SGLang adapter that need no SGLang."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from schemas.errors import ContextLengthExceeded, InvalidRequest
+from schemas.requests import parse
+from workers.engine import cpu
+from workers.engine.cpu import detect, hooks
+from workers.engine.sglang import LaunchFailed, version
+from workers.engine.sglang.checks import Bounds
+from workers.engine.sglang.prompts import SGLangPrompt
+from workers.engine.sglang.redact import safe, unquoted
+
+BOUNDS = Bounds(context_length=100, longest_prompt=90, longest_total=96, vocabulary=50)
+
+
+def request(**fields: Any) -> Any:
+    """A token request."""
+    return parse("tokens", {"token_ids": [1]} | fields)
+
+
+@pytest.mark.parametrize("token_ids", [[-1], [50], [1, 2, 2**70], []])
+def test_ids_outside_the_vocabulary_are_refused(token_ids: list[int]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        BOUNDS.check_ids(token_ids, "token_ids")
+    assert caught.value.param == "token_ids"
+
+
+def test_ids_at_the_edges_of_the_vocabulary_are_taken() -> None:
+    BOUNDS.check_ids([0, 49], "token_ids")
+
+
+def test_a_prompt_has_the_room_that_is_left_f5() -> None:
+    assert BOUNDS.new_tokens(request(), 10) == 86
+
+
+def test_a_prompt_longer_than_the_cache_is_refused_c6() -> None:
+    with pytest.raises(ContextLengthExceeded):
+        BOUNDS.new_tokens(request(), 91)
+
+
+def test_prompt_and_answer_longer_than_the_context_are_refused() -> None:
+    with pytest.raises(ContextLengthExceeded):
+        BOUNDS.new_tokens(request(max_tokens=51), 50)
+
+
+def test_an_answer_is_lowered_to_what_the_cache_holds_and_that_is_said() -> None:
+    asked = request(max_tokens=50)
+    assert BOUNDS.new_tokens(asked, 50) == 46
+    assert BOUNDS.new_tokens(asked, 50) == 46
+    assert len(asked.warnings) == 1
+
+
+@pytest.mark.parametrize(
+    ("seed", "index", "expected"), [(5, 0, 5), (5, 2, 7), (2**63 - 1, 1, -(2**63)), (-(2**63), 0, -(2**63))]
+)
+def test_seeds_of_choices_stay_in_64_bits(seed: int, index: int, expected: int) -> None:
+    prompt = SGLangPrompt(
+        [1], sampling={"sampling_seed": seed}, options={}, choices=3, answer=lambda: SimpleNamespace()
+    )
+    assert prompt.leg(index, rid="0" * 32).sampling["sampling_seed"] == expected
+
+
+def test_messages_lose_what_is_quoted_in_them() -> None:
+    assert unquoted("Tool 'my secret' is \"not\" there\nTraceback") == "Tool … is … there"
+    assert len(unquoted("x" * 1000)) <= 300
+    assert unquoted("") == "no reason given"
+
+
+def test_a_message_that_repeats_the_request_is_not_used() -> None:
+    messages = [{"role": "user", "content": "my secret"}]
+    assert safe("Unexpected: my secret", messages) is None
+    assert (
+        safe("roles must alternate user and assistant", messages) == "roles must alternate user and assistant"
+    )
+
+
+@pytest.mark.parametrize("found", ["0.5.17", "0.5.18.post1", "0.5.23", "0.5.22rc0"])
+def test_versions_in_the_range_are_taken(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: found)
+    assert version.installed() == found
+
+
+@pytest.mark.parametrize("found", ["0.5.16", "0.5.24", "0.6.0", "1.0", "0.0.0.dev1"])
+def test_versions_outside_the_range_are_refused_with_the_range(
+    monkeypatch: pytest.MonkeyPatch, found: str
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: found)
+    with pytest.raises(LaunchFailed, match=r"0\.5\.17 <= version < 0\.5\.24"):
+        version.installed()
+
+
+def test_a_missing_sglang_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    with pytest.raises(LaunchFailed, match="not installed"):
+        version.installed()
+
+
+@pytest.mark.parametrize("accelerator", ["cuda", "xpu", "npu", "mps"])
+def test_the_cpu_platform_is_inert_beside_an_accelerator(
+    monkeypatch: pytest.MonkeyPatch, accelerator: str
+) -> None:
+    def device(available: bool) -> Any:
+        return SimpleNamespace(is_available=lambda: available)
+
+    torch = SimpleNamespace(
+        cuda=device(False), **{} if accelerator == "cuda" else {accelerator: device(True)}
+    )
+    if accelerator == "cuda":
+        torch.cuda = device(True)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    detect.cpu_only.cache_clear()
+    try:
+        assert not cpu.cpu_only()
+        assert cpu.activate() is None
+        cpu.install_hooks()  # Would import SGLang otherwise.
+    finally:
+        detect.cpu_only.cache_clear()
+
+
+def test_the_cpu_platform_is_there_where_nothing_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False))
+    )
+    detect.cpu_only.cache_clear()
+    try:
+        assert cpu.activate() == "workers.engine.cpu.platform.InferbusCpuPlatform"
+    finally:
+        detect.cpu_only.cache_clear()
+
+
+def test_kv_memory_is_declared_as_dram() -> None:
+    arguments = SimpleNamespace(kv_data_ptrs=[1, 2, 3])
+    assert hooks.declare_dram(None, arguments, "prefill", None) is None
+    assert arguments.kv_data_mem_kinds == ["DRAM"] * 3
+
+
+def test_importing_the_adapter_imports_neither_sglang_nor_torch() -> None:
+    code = (
+        "import sys, workers.engine.interface, workers.engine.sglang, workers.engine.cpu;"
+        "sys.exit(bool({'sglang', 'torch', 'nixl', 'psutil'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
