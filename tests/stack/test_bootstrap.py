@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +27,9 @@ case $1 in
 esac
 """
 
+# What stands in .venv/bin/python.
+VENV_PYTHON = "python-of-the-environment"
+
 # The private uv is what this interpreter's pip would install.
 PYTHON = """#!/usr/bin/env bash
 case "$1 $2" in
@@ -35,6 +37,7 @@ case "$1 $2" in
     "--version ") echo "Python {version}.0" ;;
     "-m venv") {venv} ;;
     "-m pip") {pip} ;;
+    "-W ignore") {loads} ;;
     *) exit 1 ;;
 esac
 """
@@ -54,6 +57,7 @@ class Machine:
         for name in ("cpu", "gpu", "dev"):
             (self.checkout / f"requirements/{name}.txt").write_text(f"{name}==1\n")
         (self.checkout / "pyproject.toml").touch()
+        self.add_python(VENV_PYTHON, loads="exit 0")
         for tool in TOOLS:
             found = shutil.which(tool)
             assert found is not None
@@ -67,12 +71,18 @@ class Machine:
         return path
 
     def add_uv(self, name: str = "uv", *, status: int = 0) -> Path:
-        return self.add(name, UV.format(log=self.log, python=sys.executable, status=status))
+        return self.add(name, UV.format(log=self.log, python=self.bin / VENV_PYTHON, status=status))
 
     def add_python(
-        self, name: str = "python3", *, version: str = "3.11", venv: str = "exit 1", pip: str = "exit 1"
+        self,
+        name: str = "python3",
+        *,
+        version: str = "3.11",
+        venv: str = "exit 1",
+        pip: str = "exit 1",
+        loads: str = "exit 1",
     ) -> Path:
-        return self.add(name, PYTHON.format(version=version, venv=venv, pip=pip))
+        return self.add(name, PYTHON.format(version=version, venv=venv, pip=pip, loads=loads))
 
     def set_up(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run the script."""
@@ -145,6 +155,16 @@ def test_a_failed_installation_is_tried_again(ready: Machine) -> None:
     ready.add_uv()
     assert ready.set_up().returncode == 0
     assert len(ready.installed()) == 2
+
+
+def test_an_engine_that_cannot_be_loaded_is_said_so(ready: Machine) -> None:
+    ready.add_python(VENV_PYTHON, loads="echo 'ImportError: libnuma.so.1' >&2; exit 1")
+    failed = ready.set_up()
+    assert failed.returncode == 1
+    assert "ImportError: libnuma.so.1" in failed.stderr
+    assert "SGLang is installed, but cannot be loaded" in failed.stderr
+    ready.add_python(VENV_PYTHON, loads="exit 0")
+    assert ready.set_up().returncode == 0
 
 
 def test_a_gpu_is_used_unless_the_cpu_is_asked_for(ready: Machine) -> None:

@@ -13,7 +13,7 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +29,7 @@ from workers.observe import logs
 from workers.stack import models
 from workers.stack.errors import StackError
 from workers.stack.flags import placement
+from workers.stack.gguf import Report
 from workers.stack.local import LocalStack
 
 MODEL: Final = "smollm2-135m-instruct"
@@ -61,14 +62,13 @@ class Screen:
         self.line(f"[green]✓[/green] {escape(what)}")
 
     @contextlib.contextmanager
-    def step(self, what: str) -> Iterator[Callable[[str], None]]:
-        """Show that something takes its time; the function that is given changes what is said of it."""
-        if not self._console.is_terminal:
-            self.line(f"… {escape(what)}")
-            yield lambda _what: None
-            return
-        with _Clock(self._console, what) as clock:
-            yield clock.say
+    def step(self, what: str) -> Iterator[Report]:
+        """Show that something takes its time; what is yielded changes what is said of it."""
+        if self._console.is_terminal:
+            with _Clock(self._console, what) as clock:
+                yield clock.say
+        else:
+            yield _Lines(self, what).say
 
     def add(self, piece: str) -> None:
         """Show more of an answer, on the line where it stands."""
@@ -84,8 +84,8 @@ class _Clock:
         self._started = time.monotonic()
         self._status = Status(self, console=console)
 
-    def say(self, what: str) -> None:
-        self._what = what
+    def say(self, what: str, done: float | None = None) -> None:
+        self._what = what if done is None else f"{what}: {done:.0%}"
 
     def __rich__(self) -> Text:
         return Text(f"{self._what} · {time.monotonic() - self._started:.0f} s")
@@ -96,6 +96,20 @@ class _Clock:
 
     def __exit__(self, *_exception: object) -> None:
         self._status.stop()
+
+
+class _Lines:
+    """A line for each thing that is done, where lines cannot change in place."""
+
+    def __init__(self, screen: Screen, what: str) -> None:
+        self._screen = screen
+        self._what = ""
+        self.say(what)
+
+    def say(self, what: str, _done: float | None = None) -> None:
+        if what != self._what:
+            self._what = what
+            self._screen.line(f"… {escape(what)}")
 
 
 async def run(console: Console) -> None:
@@ -121,11 +135,7 @@ async def run(console: Console) -> None:
 
 
 async def _model(screen: Screen) -> Path:
-    with screen.step("Looking for the demo model") as say:
-
-        def report(what: str, done: float | None) -> None:
-            say(what if done is None else f"{what}: {done:.0%}")
-
+    with screen.step("Looking for the demo model") as report:
         folder = await asyncio.to_thread(models.ensure, "demo", report=report)
     screen.done(f"model SmolLM2-135M-Instruct in {folder}")
     return folder
