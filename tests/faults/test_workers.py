@@ -263,7 +263,7 @@ async def test_a_job_longer_than_the_ack_wait_runs_once_a1(nc: Client, workers: 
 
 async def test_prefill_that_dies_is_replaced_before_the_first_token(nc: Client, workers: Fleet) -> None:
     first = await workers.start("prefill", "[[rules]]\nfirst_delay = 60\n")
-    await workers.start("decode", "[[rules]]\nlength = 3\nfirst_delay = 0.5\n", prefill_timeout=6)
+    await workers.start("decode", "[[rules]]\nlength = 3\nfirst_delay = 0.5\n", prefill_timeout=8)
     answer = await request(nc)
     await eventually(lambda: workers.roster.workers(role="prefill")[0].load.running)
     await workers.start("prefill", "")
@@ -310,3 +310,79 @@ async def test_random_cancels_leave_nothing_behind(nc: Client, workers: Fleet) -
     assert set(statuses) <= {"ok", "cancelled"}
     assert set(statuses[1::2]) == {"ok"}
     await workers.idle()
+
+
+ENDING = "[[rules]]\ncount = [100, 200]\nlength = 5000\nend = 160\ndelay = {delay}\n"
+
+
+@pytest.mark.parametrize("layout", [("both",), ("prefill", "decode")], ids=["both", "pair"])
+async def test_a_job_goes_on_after_the_last_chunk_when_its_worker_is_killed(
+    nc: Client, workers: Fleet, layout: tuple[Any, ...]
+) -> None:
+    *others, answering = layout
+    for role in others:
+        await workers.start(role)
+    worker = await workers.start(answering, ENDING.format(delay=0.02))
+    stream = await Answer.on(nc, "infer.stream.acme.j1")
+    await submit(nc, "j1")
+    await eventually(lambda: len(stream.chunks) >= 10)
+    worker.send_signal(signal.SIGKILL)
+    await worker.wait()
+    await workers.start(answering, ENDING.format(delay=0))
+    assert await stream.ended() == "ok"
+    first = [chunk for chunk in stream.chunks if chunk["attempt"] == 1]
+    second = [chunk for chunk in stream.chunks if chunk["attempt"] == 2]
+    tokens = [token for chunk in (*first, *second) for token in chunk["token_ids"]]
+    assert tokens == list(range(100, 161))
+    begins = next(m for m in stream.messages if m.data and json.loads(m.data)["attempt"] == 2)
+    assert begins.headers is not None
+    assert begins.headers["Infer-Continues"] == f"1:{len(first)}"
+    found = json.loads((await result(nc, "j1")).data)
+    assert found["choices"][0]["token_ids"] == list(range(100, 161))
+    assert found["usage"] == {
+        "prompt_tokens": 2,
+        "completion_tokens": 61,
+        "total_tokens": 63,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    assert found["warnings"] == [f"continued after {len(first)} tokens by another worker"]
+
+
+async def test_a_chat_job_goes_on_in_mid_sentence(nc: Client, workers: Fleet) -> None:
+    sentence = "Ein Satz über ďábelské ódy 🏳️‍🌈 world, der lange genug ist, um unterbrochen zu werden."
+    script = f'tokenizer = true\n[[rules]]\ntext = "{sentence}"\ncontinues = true\ndelay = '
+    worker = await workers.start("both", script + "0.02\n")
+    stream = await Answer.on(nc, "infer.stream.acme.j1")
+    body = b'{"messages":[{"role":"user","content":"Hi"}]}'
+    await nc.jetstream().publish(f"{JOBS}.chat", body, headers={"Nats-Msg-Id": "j1"})
+    await eventually(lambda: len(stream.chunks) >= 30)
+    worker.send_signal(signal.SIGKILL)
+    await worker.wait()
+    await workers.start("both", script + "0\n")
+    assert await stream.ended() == "ok"
+    assert {chunk["attempt"] for chunk in stream.chunks} == {1, 2}
+    continues = next(
+        m.headers["Infer-Continues"] for m in stream.messages if m.headers and "Infer-Continues" in m.headers
+    )
+    kept = int(continues.split(":")[1])
+    said = [chunk for chunk in stream.chunks if chunk["attempt"] == 2 or chunk["seq"] < kept]
+    assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in said) == sentence
+    assert sum("role" in chunk["choices"][0]["delta"] for chunk in said) == 1
+    found = json.loads((await result(nc, "j1")).data)
+    assert found["choices"][0]["message"]["content"] == sentence
+
+
+async def test_a_stalled_owner_says_nothing_more_once_its_job_is_anothers(nc: Client, workers: Fleet) -> None:
+    stalled = await workers.start("both", ENDING.format(delay=0.05), ack_wait=1)
+    stream = await Answer.on(nc, "infer.stream.acme.j1")
+    await submit(nc, "j1")
+    await eventually(lambda: len(stream.chunks) >= 3)
+    stalled.send_signal(signal.SIGSTOP)
+    await workers.start("both", ENDING.format(delay=0.02), ack_wait=1)
+    await eventually(lambda: any(chunk["attempt"] > 1 for chunk in stream.chunks), within=20)
+    stalled.send_signal(signal.SIGCONT)
+    assert await stream.ended() == "ok"
+    await eventually(lambda: workers.events(stalled, "job.left"))
+    attempts = [chunk["attempt"] for chunk in stream.chunks]
+    assert attempts == sorted(attempts)
+    assert (await result(nc, "j1")).headers["Infer-Worker"] == "w2"

@@ -21,6 +21,8 @@ log = structlog.get_logger()
 
 ACK_TIMEOUT: Final = 2.0
 ACK_TRIES: Final = 3
+SUSPECT: Final = 1.0
+"""Seconds after a stall within which what arrives was sent before it."""
 NANO: Final = 1_000_000_000
 _ACK_PREFIX: Final = ("$JS", "ACK")
 
@@ -146,6 +148,10 @@ class Heartbeats:
 
     Args:
         ack_wait: Of the consumers, in seconds; the shortest where they differ.
+
+    Attributes:
+        sent: Signs of life so far.
+        suspect_until: Monotonic seconds until which arriving jobs are too old to be begun.
     """
 
     def __init__(self, bus: Bus, ack_wait: float) -> None:
@@ -156,6 +162,7 @@ class Heartbeats:
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
         self.sent = 0
+        self.suspect_until = 0.0
 
     def __len__(self) -> int:
         return len(self._open)
@@ -182,7 +189,13 @@ class Heartbeats:
 
     async def _run(self) -> None:
         while not self._bus.closed.is_set():
+            due = time.monotonic() + self._interval
             await asyncio.sleep(self._interval)
+            now = time.monotonic()
+            if now - due > self.ack_wait / 2:
+                # This process stood still. A job that was sent meanwhile is another's by now, or soon will be.
+                self.suspect_until = now + SUSPECT
+                log.warning("worker.stalled", seconds=round(now - due, 1))
             if not self._bus.connected:
                 continue
             self._beat()

@@ -314,6 +314,9 @@ class JobQueue:
                 if pull.remaining == 0:
                     del self._pulls[pull.token]
                 break
+        if time.monotonic() < self.heartbeats.suspect_until:
+            log.warning("jobs.too_old", sequence=ack.sequence, attempt=ack.attempt)
+            return
         if lane is not None:
             self._fair.picked(name)
         self._give(NatsDelivery(self._bus, message, ack, self.heartbeats, lane=name))
