@@ -12,13 +12,15 @@ import pytest
 from schemas.answers import TokenAnswer, TokenChunk
 from tests.support.eventually import eventually
 from tests.support.fleet import Fleet, fleet
-from workers.client import Client, JobStream, Restarted
+from workers.client import Client, JobStream, Restarted, text
 from workers.stack.server import NatsServer
 
 pytestmark = pytest.mark.faults
 
-SLOW = "[[rules]]\nlength = 60\ndelay = 0.03\n"
-BODY = {"token_ids": [1, 2]}
+SLOW = "[[rules]]\nlength = 1000\ndelay = 0.03\n"
+BODY = {"token_ids": [1, 2], "max_tokens": 60}
+SENTENCE = "A sentence that is long enough for a worker to die in the middle of it."
+TALKING = f'tokenizer = true\n[[rules]]\ntext = "{SENTENCE}"\ncontinues = true\ndelay = 0.03\n'
 EXPECTED = list(range(3, 63))
 
 
@@ -65,6 +67,38 @@ async def test_a_killed_worker_is_replaced_without_a_trace(client: Client, worke
     assert isinstance(result.answer, TokenAnswer)
     assert result.answer.choices[0].token_ids == EXPECTED
     assert result.attempt == 2
+
+
+async def test_a_killed_worker_is_replaced_in_mid_sentence(client: Client, workers: Fleet) -> None:
+    first = await workers.start("both", TALKING)
+    job = await client.submit("chat", "scripted", {"messages": [{"role": "user", "content": "Tell me."}]})
+    stream, seen = client.stream(job), list[str]()
+    events: list[Any] = []
+
+    async def listen() -> None:
+        async for event in stream:
+            events.append(event)
+            seen.append(text(event))
+
+    reading = asyncio.create_task(listen())
+    await eventually(lambda: len("".join(seen)) > 10)
+    first.kill()
+    await workers.start("both", TALKING)
+    async with asyncio.timeout(30):
+        await reading
+        result = await client.result(job)
+    assert "".join(seen) == SENTENCE
+    assert not any(isinstance(event, Restarted) for event in events)
+    choices = [choice for event in events for choice in event["choices"]]
+    assert sum("role" in choice["delta"] for choice in choices) == 1
+    assert sum(choice["finish_reason"] is not None for choice in choices) == 1
+    answer = await stream.answer()
+    assert isinstance(answer, dict)
+    assert isinstance(result.answer, dict)
+    assert answer["choices"][0]["message"] == result.answer["choices"][0]["message"]
+    assert answer["usage"]["completion_tokens"] == len(SENTENCE)
+    assert answer["usage"] == result.answer["usage"]
+    assert any(warning.startswith("continued after") for warning in stream.warnings)
 
 
 async def test_a_server_that_dies_for_a_moment_costs_nothing(

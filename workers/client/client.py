@@ -11,8 +11,6 @@ awaited when the stream is read.
 from __future__ import annotations
 
 import asyncio
-import datetime as dt
-import re
 import uuid
 import weakref
 from collections.abc import Coroutine, Generator, Mapping, Sequence
@@ -24,7 +22,7 @@ import structlog
 
 from schemas import codec, headers
 from schemas.answers import TokenChunk
-from schemas.errors import InvalidRequest, InvalidSubject
+from schemas.errors import InvalidSubject
 from schemas.fleet import BUCKET, WorkerInfo
 from schemas.subjects import LIVE_OWNER, JobClass, Kind, escape
 from workers.bus import layout
@@ -35,6 +33,7 @@ from workers.client.durable import JobStream
 from workers.client.jobs import Job, hand_in, stop
 from workers.client.live import LiveStream
 from workers.client.messages import Result
+from workers.client.outgoing import Deadline, body_of, checked_id, headers_of
 from workers.client.results import Results
 from workers.client.stream import Stream
 from workers.config import BusSettings
@@ -50,11 +49,6 @@ CLIENTS: Final = -1.0
 
 CLOSING: Final = 1.0
 """Seconds that subscriptions may take to be left in good order before the connection is closed."""
-
-_ID: Final = re.compile(r"[!-~]+")
-
-Deadline = float | dt.timedelta | dt.datetime
-"""Seconds from the request's arrival, or a moment; a moment must know its offset from UTC."""
 
 
 class _Options(NamedTuple):
@@ -215,12 +209,12 @@ class Client:
             PayloadTooLarge: Over the server's limit; nothing was sent.
             BusUnavailable: It was not accepted, or NATS did not say so in time.
         """
-        job = _checked_id(job_id)
+        job = checked_id(job_id)
         found = self._headers(job, deadline, traceparent)
         # Ids are unique for an owner, but a stream knows only one window for all.
         found[headers.MSG_ID] = uuid.uuid4().hex if again else f"{escape(self.owner)}.{job}"
         subject = self.bus.subjects.job(model, job_class, self.owner, kind)
-        data = codec.encode(_body(kind, body, stream=None if stream else False), self.content_type)
+        data = codec.encode(body_of(kind, body, stream=None if stream else False), self.content_type)
         sequence, duplicate = await hand_in(self.bus, subject, data, found)
         return Job(id=job, owner=self.owner, submission=sequence, duplicate=duplicate)
 
@@ -261,7 +255,7 @@ class Client:
 
     def job(self, job: Job | str) -> Job:
         """A job by its id."""
-        return job if isinstance(job, Job) else Job(id=_checked_id(job), owner=self.owner)
+        return job if isinstance(job, Job) else Job(id=checked_id(job), owner=self.owner)
 
     async def workers(self) -> list[WorkerInfo]:
         """Who is here, by model, role and id.
@@ -316,10 +310,10 @@ class Client:
         body: dict[str, Any],
         options: _Options,
     ) -> LiveStream[Any]:
-        job = _checked_id(options.job_id)
+        job = checked_id(options.job_id)
         found = self._headers(job, options.deadline, options.traceparent)
         streams = body.pop("stream", None)
-        data = codec.encode(_body(kind, body, stream=streams is not False), self.content_type)
+        data = codec.encode(body_of(kind, body, stream=streams is not False), self.content_type)
         subject = self.bus.subjects.request(model, kind)
         patience = self._timeout if options.timeout == CLIENTS else options.timeout
         stream: LiveStream[Any] = LiveStream(self.bus, job, timeout=patience)
@@ -328,12 +322,7 @@ class Client:
         return stream
 
     def _headers(self, job: str, deadline: Deadline | None, traceparent: str | None) -> dict[str, str]:
-        found = {headers.JOB_ID: job, headers.CONTENT_TYPE: self.content_type}
-        if deadline is not None:
-            found[headers.DEADLINE] = _deadline(deadline)
-        if traceparent is not None:
-            found[headers.TRACEPARENT] = traceparent
-        return found
+        return headers_of(job, content_type=self.content_type, deadline=deadline, traceparent=traceparent)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -365,30 +354,3 @@ class Connecting:
     ) -> None:
         if self._client is not None:
             await self._client.close()
-
-
-def _body(kind: Kind, fields: Mapping[str, Any], *, stream: bool | None) -> dict[str, Any]:
-    """A body with what this client wants to know: the usage, in streams too."""
-    body = dict(fields)
-    if stream is not None:
-        body["stream"] = stream
-    if kind != "tokens" and body.get("stream") is not False and body.get("stream_options") is None:
-        body["stream_options"] = {"include_usage": True}
-    return body
-
-
-def _checked_id(job: str | None) -> str:
-    """A job id that subjects and headers can carry."""
-    if job is None:
-        return uuid.uuid4().hex
-    escape(job)
-    if not _ID.fullmatch(job):
-        raise InvalidRequest("a job id is printable ASCII without spaces", param="job_id")
-    return job
-
-
-def _deadline(deadline: Deadline) -> str:
-    if isinstance(deadline, dt.datetime):
-        return deadline.isoformat()
-    seconds = deadline.total_seconds() if isinstance(deadline, dt.timedelta) else deadline
-    return repr(float(seconds))

@@ -54,7 +54,8 @@ class Given:
         frame, choices = _split(chunk)
         if frame.get("usage") is not None:
             self.usage = frame["usage"]
-        self.warnings = frame.get("warnings") or self.warnings
+        # An attempt that goes on after another has warnings of its own.
+        self.warnings += [text for text in frame.get("warnings") or () if text not in self.warnings]
         self.frame = frame
         for choice in choices:
             _merge(self._choices.setdefault(choice.get("index", 0), {}), choice)

@@ -1,0 +1,62 @@
+"""What a client sends: ids, headers and bodies."""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+import uuid
+from collections.abc import Mapping
+from typing import Any, Final
+
+from schemas import headers
+from schemas.errors import InvalidRequest
+from schemas.subjects import Kind, escape
+
+_ID: Final = re.compile(r"[!-~]+")
+
+Deadline = float | dt.timedelta | dt.datetime
+"""Seconds from the request's arrival, or a moment; a moment must know its offset from UTC."""
+
+
+def headers_of(
+    job: str, *, content_type: str, deadline: Deadline | None, traceparent: str | None
+) -> dict[str, str]:
+    """The headers of a request."""
+    found = {headers.JOB_ID: job, headers.CONTENT_TYPE: content_type}
+    if deadline is not None:
+        found[headers.DEADLINE] = _text(deadline)
+    if traceparent is not None:
+        found[headers.TRACEPARENT] = traceparent
+    return found
+
+
+def body_of(kind: Kind, fields: Mapping[str, Any], *, stream: bool | None) -> dict[str, Any]:
+    """A body with what this client wants to know: the usage, in streams too."""
+    body = dict(fields)
+    if stream is not None:
+        body["stream"] = stream
+    if kind != "tokens" and body.get("stream") is not False and body.get("stream_options") is None:
+        body["stream_options"] = {"include_usage": True}
+    return body
+
+
+def checked_id(job: str | None) -> str:
+    """A job id that subjects and headers can carry; a random one for None.
+
+    Raises:
+        InvalidSubject: Empty, or too long.
+        InvalidRequest: Not printable ASCII.
+    """
+    if job is None:
+        return uuid.uuid4().hex
+    escape(job)
+    if not _ID.fullmatch(job):
+        raise InvalidRequest("a job id is printable ASCII without spaces", param="job_id")
+    return job
+
+
+def _text(deadline: Deadline) -> str:
+    if isinstance(deadline, dt.datetime):
+        return deadline.isoformat()
+    seconds = deadline.total_seconds() if isinstance(deadline, dt.timedelta) else deadline
+    return repr(float(seconds))
