@@ -386,3 +386,22 @@ async def test_a_stalled_owner_says_nothing_more_once_its_job_is_anothers(nc: Cl
     attempts = [chunk["attempt"] for chunk in stream.chunks]
     assert attempts == sorted(attempts)
     assert (await result(nc, "j1")).headers["Infer-Worker"] == "w2"
+
+
+async def test_streams_that_live_in_memory_are_made_again_when_their_server_restarts(
+    nc: Client, workers: Fleet, server: NatsServer
+) -> None:
+    await workers.start("both", "[[rules]]\nlength = 3\n")
+    await server.kill()
+    await server.restart()
+
+    async def chunks_are_kept() -> bool:
+        try:
+            return (await nc.jetstream().stream_info("INFER_STREAM")).config.name == "INFER_STREAM"
+        except (NotFoundError, nats.errors.Error):
+            return False
+
+    await eventually(chunks_are_kept, within=20)
+    await eventually(lambda: workers.info("w1"), within=20)
+    await submit(nc, "j1")
+    assert (await result(nc, "j1")).headers["Infer-Status"] == "ok"

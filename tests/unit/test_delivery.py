@@ -259,7 +259,7 @@ async def test_a_running_job_ends_when_it_is_cancelled() -> None:
     running = asyncio.create_task(bench.deliveries.handle(delivery))
     await started.wait()
     await bench.broker.store(SUBJECTS.cancel("acme", "j1"), b"")
-    await bench.cancels.arrived(SUBJECTS.cancel("acme", "j1"))
+    bench.cancels.arrived(SUBJECTS.cancel("acme", "j1"), {})
     await running
     assert delivery.ended == [("ack", None)]
     assert bench.results[0].headers[headers.STATUS] == "cancelled"

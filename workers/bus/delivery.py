@@ -193,7 +193,7 @@ class Heartbeats:
             await asyncio.sleep(self._interval)
             now = time.monotonic()
             if now - due > self.ack_wait / 2:
-                # This process stood still. A job that was sent meanwhile is another's by now, or soon will be.
+                # This process stood still: a job that was sent meanwhile is another's by now, or soon.
                 self.suspect_until = now + SUSPECT
                 log.warning("worker.stalled", seconds=round(now - due, 1))
             if not self._bus.connected:

@@ -8,6 +8,7 @@ stored before the cancel. A later submission with the same id is never hit.
 from __future__ import annotations
 
 import datetime as dt
+from collections.abc import Mapping
 
 import structlog
 
@@ -29,19 +30,19 @@ class Cancels:
         self._scopes = scopes
         self._subjects = subjects
 
-    async def arrived(self, subject: str) -> None:
-        """A cancel message came by: ends the attempts here that it aims at."""
+    def arrived(self, subject: str, found: Mapping[str, str]) -> None:
+        """A cancel message came by: ends the attempts here that it aims at.
+
+        It overtakes nothing that was submitted after it, so whatever runs here now was there before.
+        """
         try:
             key = self._subjects.parse_key(subject, "cancel")
         except InvalidSubject:
             log.warning("cancel.ignored", reason="not a cancel subject")
             return
-        scopes = self._scopes.find(key)
-        if not scopes:
-            return
-        mark = await self.mark(key)
-        for scope in scopes:
-            if mark is not None and hits(mark, submission=scope.submission, arrived=scope.arrived):
+        named = found.get(headers.SUBMISSION)
+        for scope in self._scopes.find(key):
+            if named is None or scope.submission is None or named == str(scope.submission):
                 end(scope)
 
     async def mark(self, key: JobKey) -> Stored | None:
@@ -58,15 +59,13 @@ def end(scope: Scope) -> None:
     scope.end(Cancelled("cancelled by its owner"))
 
 
-def hits(mark: Stored, *, submission: int | None, arrived: dt.datetime) -> bool:
-    """Whether a cancel aims at a submission.
+def hits(mark: Stored, *, submission: int | None, stored: dt.datetime) -> bool:
+    """Whether a stored cancel aims at a durable job.
 
     Args:
-        mark: The stored cancel.
-        submission: The job's stream sequence; None for a live request.
-        arrived: When the server stored the job, or a worker received the live request.
+        mark: The cancel.
+        submission: The job's stream sequence.
+        stored: When the server stored the job, by the same clock as the cancel.
     """
     named = mark.headers.get(headers.SUBMISSION)
-    if named is not None and submission is not None:
-        return named == str(submission)
-    return mark.time >= arrived
+    return named == str(submission) if named is not None else mark.time >= stored

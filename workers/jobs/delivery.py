@@ -121,11 +121,11 @@ class Deliveries:
             error = AttemptsExhausted(f"{job.attempt - 1} attempts ended without an answer")
             await self._bury(delivery, self._failed(job, error), expect)
             return
-        scope = Scope(job.key, submission=job.submission, arrived=job.arrived)
+        scope = Scope(job.key, submission=job.submission)
         forget = self._attempts.scopes.add(scope)
         try:
             mark = await self._cancels.mark(job.key)
-            if mark is not None and cancel.hits(mark, submission=job.submission, arrived=job.arrived):
+            if mark is not None and cancel.hits(mark, submission=job.submission, stored=job.arrived):
                 cancel.end(scope)
             points = await self._points(job)
             outcome = await self._attempts.run(envelope, scope, points=points, lost=lambda: delivery.stale)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import datetime as dt
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
@@ -20,10 +19,9 @@ class Scope:
     finished answer is stored and acknowledged whatever comes.
     """
 
-    def __init__(self, key: JobKey, *, submission: int | None, arrived: dt.datetime) -> None:
+    def __init__(self, key: JobKey, *, submission: int | None) -> None:
         self.key = key
         self.submission = submission
-        self.arrived = arrived
         self._task: asyncio.Task[object] | None = None
         self._reason: InferbusError | None = None
         self._over = False

@@ -156,7 +156,7 @@ class Decode:
         endpoint.record(seconds, outcome.error.code if outcome.error else None)
 
     def _cancel_arrived(self, message: Message) -> None:
-        self._tasks.start(self._cancels.arrived(message.subject))
+        self._cancels.arrived(message.subject, message.headers)
 
     def _refuse(self, envelope: Envelope, error: InferbusError) -> None:
         reply = Reply(self._bus, envelope.job, self._served)

@@ -166,7 +166,7 @@ class LiveIntake:
             self._tasks.start(self._serve(envelope))
 
     async def _serve(self, envelope: Envelope) -> None:
-        scope = Scope(envelope.job.key, submission=None, arrived=envelope.job.arrived)
+        scope = Scope(envelope.job.key, submission=None)
         forget = self._attempts.scopes.add(scope)
         try:
             outcome = await self._attempts.run(envelope, scope)

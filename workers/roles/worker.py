@@ -48,6 +48,7 @@ EXIT_OK: Final = 0
 EXIT_ENGINE: Final = 1
 EXIT_NATS: Final = 3
 
+PROVISION_PAUSE: Final = 1.0
 HEALTH_INTERVAL: Final = 5.0
 HEALTH_MISSES: Final = 3
 
@@ -123,8 +124,10 @@ class _Worker:
             await program.start()
             await registry.announce("ready")
             log.info("worker.ready", model=info.model, slots=slots.total, engine=info.name)
-            async with self._service(bus, described, program):
+            async with self._service(bus, described, program), asyncio.TaskGroup() as group:
+                provisioning = group.create_task(self._provision_again(bus))
                 code = await self._until_stopped(bus, engine)
+                provisioning.cancel()
             if code == EXIT_OK:
                 await registry.announce("draining")
                 log.info("worker.draining", busy=slots.busy)
@@ -140,6 +143,20 @@ class _Worker:
         queue: JobQueue = await job_queue(bus, engine.info.model, settings)
         fleet = registry if self._role == "decode" else None
         return Decode(bus, engine, fleet, queue, settings=settings, slots=slots)
+
+    async def _provision_again(self, bus: Bus) -> None:
+        """After every reconnection: streams in memory do not outlive their server."""
+        back = asyncio.Event()
+        bus.on_change(lambda connected: back.set() if connected else None)
+        while True:
+            await back.wait()
+            back.clear()
+            try:
+                await provision(bus, self._settings.streams)
+            except BusUnavailable as error:
+                log.warning("streams.not_provisioned", reason=error.message)
+                await asyncio.sleep(PROVISION_PAUSE)
+                back.set()
 
     def _service(self, bus: Bus, info: WorkerInfo, program: Program) -> Service:
         capacity = msgspec.to_builtins(info.capacity) if info.capacity else {}

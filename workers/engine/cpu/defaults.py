@@ -31,6 +31,8 @@ def defaults(role: Role) -> dict[str, Any]:
         "max_total_tokens": KV_TOKENS,
         "max_running_requests": RUNNING,
         "skip_server_warmup": True,
+        # Schedulers spin while they wait otherwise, and take the cores from whoever works.
+        "sleep_on_idle": True,
     }
     if role == "decode":
         values["disaggregation_decode_retraction_backup"] = "cpu_tensor"

@@ -8,11 +8,15 @@ which then has nothing to tell its user.
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import multiprocessing
 import os
 import signal
 from pathlib import Path
 from typing import Any, Final
+
+_PR_SET_PDEATHSIG: Final = 1
 
 REPORT: Final = "INFERBUS_ENGINE_REPORT"
 """Environment variable with the file that takes a failed child's last line."""
@@ -35,12 +39,21 @@ def run_detokenizer(*arguments: Any, **named: Any) -> None:
 
 
 def _prepare() -> None:
+    _die_with_parent()
     # SGLang ends its children by SIGKILL, and they end themselves when their parent dies.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if path := os.environ.get(REPORT):
         # SGLang resets the root logger's handlers, so this one sits below it.
         logging.getLogger("sglang.srt.managers").addHandler(_Reporter(Path(path)))
+
+
+def _die_with_parent() -> None:
+    """Also while SGLang is still being imported; SGLang asks for it later, when the parent may be gone."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:
+        os._exit(1)
 
 
 class _Reporter(logging.Handler):
