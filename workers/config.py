@@ -204,7 +204,7 @@ class StreamSettings(_Section, frozen=True, kw_only=True):
         0.0
     )
     stream_max_bytes: Annotated[
-        int, Meta(description="Memory for the chunks of durable jobs; the oldest make room.", ge=MIB)
+        int, Meta(description="Room for the chunks of durable jobs; the oldest make room.", ge=MIB)
     ] = 256 * MIB
     stream_max_age: Annotated[float, Meta(description="Seconds that chunks are kept.", ge=1)] = 900.0
     stream_max_chunks: Annotated[int, Meta(description="Chunks kept of one job.", ge=16)] = 65_536

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from schemas.errors import BusUnavailable
+from schemas.subjects import Subjects
 from tests.broker.conftest import Connect
+from tests.support.eventually import eventually
 from workers.bus import layout
 from workers.bus.connection import Bus
 from workers.bus.errors import NotPermitted, ProvisionError
@@ -36,7 +38,7 @@ async def test_every_stream_of_the_contract_is_made(streams: Bus) -> None:
     ]
     jobs = await config(streams, layout.JOBS)
     assert (jobs["retention"], jobs["storage"], jobs["discard"]) == ("workqueue", "file", "new")
-    assert (await config(streams, layout.STREAM))["storage"] == "memory"
+    assert (await config(streams, layout.STREAM))["persist_mode"] == "async"
     assert (await config(streams, layout.CANCEL))["max_msgs_per_subject"] == 1
 
 
@@ -166,3 +168,36 @@ async def test_with_another_prefix_the_subjects_follow(connect: Connect) -> None
     other = await connect()
     with pytest.raises(ProvisionError, match=r"subjects is acme\.llm\.jobs\.>, wanted infer\.jobs\.>"):
         await provision(other, StreamSettings())
+
+
+@pytest.mark.faults
+async def test_chunks_and_workers_are_still_there_after_a_crash_of_the_server(
+    streams: Bus, server: NatsServer
+) -> None:
+    """A stream in memory would be gone as a whole, and its job could not be continued."""
+    for number in range(500):
+        await streams.store("infer.stream.o.j", b"%d" % number)
+    await server.kill()
+    await server.restart()
+    await streams.until_connected()
+
+    async def found() -> list[int]:
+        try:
+            return [int(chunk.data) for chunk in await streams.read(layout.STREAM, "infer.stream.o.j")]
+        except BusUnavailable:
+            return []
+
+    kept = await eventually(found)
+    # The last few may be lost, none before them.
+    assert kept == list(range(len(kept)))
+    assert len(kept) > 400
+    assert await streams.store("infer.stream.o.j", b"more") == len(kept) + 1
+    assert (await config(streams, layout.WORKERS))["max_msgs_per_subject"] == 1
+
+
+def test_replicated_streams_keep_chunks_in_memory() -> None:
+    """They cannot be written behind the acknowledgement, and outlive the loss of one server anyway."""
+    configs = {each["name"]: each for each in layout.stream_configs(Subjects(), StreamSettings(replicas=3))}
+    assert configs[layout.STREAM]["storage"] == "memory"
+    assert "persist_mode" not in configs[layout.STREAM]
+    assert configs[layout.JOBS]["storage"] == "file"

@@ -51,18 +51,31 @@ def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[st
     kinds = ("MAX_DELIVERIES", "MSG_TERMINATED")
     advisories = _stream(ADVISORIES, [f"{_ADVISORY}.{kind}.{JOBS}.>" for kind in kinds], s, 64 * MIB, 7 * DAY)
     workers = _stream(WORKERS, [f"$KV.{fleet.BUCKET}.>"], s, 16 * MIB, ANNOUNCE_TTL)
+    light = _light(settings)
     return [
         jobs | {"retention": "workqueue"},
-        chunks | {"storage": "memory", "discard": "old", "max_msgs_per_subject": settings.stream_max_chunks},
+        chunks | light | {"discard": "old", "max_msgs_per_subject": settings.stream_max_chunks},
         results,
         dead,
         # One mark per job is enough, and the newest counts.
         cancel | {"discard": "old", "max_msgs_per_subject": 1},
         advisories | {"discard": "old"},
         # As ADR-8 lays out a bucket, so that `nats kv` reads it.
-        workers
-        | {"storage": "memory", "max_msgs_per_subject": 1, "allow_rollup_hdrs": True, "deny_delete": True},
+        workers | light | {"max_msgs_per_subject": 1, "allow_rollup_hdrs": True, "deny_delete": True},
     ]
+
+
+def _light(settings: StreamSettings) -> dict[str, Any]:
+    """Storage for what is not worth a sync.
+
+    Not memory on a single server: it forgets such a stream, messages and all, when it restarts, and jobs then
+    cannot be continued. A file that is written behind the acknowledgement (nats-server 2.12) lost the last 4
+    of 60,100 chunks to a SIGKILL, and is as fast as memory: 30,000 chunks/s where a file synced by
+    `sync_interval: always` takes 300. Replicated streams cannot be written that way, and need not be.
+    """
+    if settings.replicas > 1:
+        return {"storage": "memory"}
+    return {"storage": "file", "persist_mode": "async"}
 
 
 def job_consumer(

@@ -58,7 +58,7 @@ def test_subjects_are_added_not_replaced() -> None:
 
 
 def test_every_field_that_we_set_is_compared_or_left_to_the_operator_on_purpose() -> None:
-    left = {"name", "durable_name", "replay_policy", "deny_delete"}
+    left = {"name", "durable_name", "replay_policy", "deny_delete", "persist_mode"}
     configs = [
         *stream_configs(Subjects(), StreamSettings()),
         job_consumer(Subjects(), "m", "batch", ack_wait=1, max_deliver=1),
