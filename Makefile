@@ -53,7 +53,7 @@ bench: env ## benchmarks; results go to benchmarks/results
 	$(BIN)/python -m benchmarks
 
 .PHONY: soak
-soak: dev ## long runs: memory and leftovers over many thousand requests
+soak: env ## long runs: memory and leftovers over many thousand requests
 	$(BIN)/python -m benchmarks soak
 
 .PHONY: lock
