@@ -36,7 +36,7 @@ def told(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict
     [
         ("unknown flag", ["--no-such-flag"]),
         ("bad value", ["--tp", "many"]),
-        ("no model", ["--model-path", "missing"]),
+        ("no model", ["--model-path", "required"]),
         ("other mode", ["--disaggregation-mode", "decode"]),
         ("follower", ["--node-rank"]),
         ("other name", ["--served-model-name"]),

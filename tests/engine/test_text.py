@@ -6,6 +6,7 @@ A grammar makes the random model say what a test needs; how it is cut into token
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,13 @@ from tests.support.remote_engine import RemoteEngine
 from workers.engine.interface import Delta
 
 SCRIPTS = "ď🏳️‍🌈世 é漢字 😀"
+
+
+@pytest.fixture(scope="module")
+def vocabulary(model: str) -> dict[str, int]:
+    """Ids by token."""
+    tokens: dict[str, int] = json.loads(Path(model, "tokenizer.json").read_text())["model"]["vocab"]
+    return tokens
 
 
 async def said(engine: RemoteEngine, regex: str, **fields: Any) -> list[Delta]:
@@ -70,6 +78,21 @@ async def test_nothing_of_a_stop_string_is_sent_d6(engine: RemoteEngine, stop: s
     assert text(deltas) == alphabet.partition(stop)[0]
     assert deltas[-1].finish is not None
     assert (deltas[-1].finish.reason, deltas[-1].finish.matched) == ("stop", stop)
+
+
+@pytest.mark.parametrize("stop", ["DEFGHIJ", "MNOP"])
+async def test_a_stop_string_said_letter_by_letter_is_seen_d6(
+    engine: RemoteEngine, vocabulary: dict[str, int], stop: str
+) -> None:
+    """SGLang looks at as many tokens as the string has when it is tokenised as a whole, and misses it."""
+    alphabet = "ABCDEFGHIJKLMNOP"
+    pieces = {alphabet[i:j] for i in range(16) for j in range(i + 2, 17)}
+    banned = {str(vocabulary[piece]): -100 for piece in pieces & vocabulary.keys()}
+    deltas = await said(engine, alphabet, stop=stop, logit_bias=banned)
+    assert text(deltas) == alphabet.partition(stop)[0]
+    assert deltas[-1].finish is not None
+    assert (deltas[-1].finish.reason, deltas[-1].finish.matched) == ("stop", stop)
+    assert len(ids(deltas)) >= alphabet.index(stop) + len(stop)
 
 
 async def test_a_stop_string_that_is_asked_for_is_kept_in_both_ways_d10(engine: RemoteEngine) -> None:

@@ -80,6 +80,8 @@ async def test_signals_reach_the_program_and_not_the_engine(tokens_only: RemoteE
 async def test_the_death_of_the_scheduler_ends_the_process_and_leaves_nothing(
     tokens_only: RemoteEngine,
 ) -> None:
+    if tokens_only.process is None:
+        pytest.skip("the engine belongs to an earlier test run")
     running = asyncio.ensure_future(leg_of(tokens_only, [1, 2], max_new_tokens=3000))
     await asyncio.sleep(0.2)
     os.kill(tokens_only.children[0], signal.SIGKILL)

@@ -76,6 +76,7 @@ def _tell(told: dict[str, Any]) -> None:
 
 async def main(model: str, broken: str) -> None:
     """All cases."""
+    logging.basicConfig(level=logging.INFO)
     good = ["--model-path", model]
     await failing("unknown flag", "both", [*good, "--no-such-flag"])
     await failing("bad value", "both", [*good, "--tp-size", "many"])

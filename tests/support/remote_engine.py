@@ -45,6 +45,7 @@ class RemoteEngine:
         self.info: EngineInfo
         self.pid = 0
         self.children: list[int] = []
+        self.process: subprocess.Popen[bytes] | None = None
         if self._reachable():  # Left running by an earlier test run; see the fixtures.
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -63,6 +64,7 @@ class RemoteEngine:
         """Waits until the engine is up."""
         until = time.monotonic() + within
         while not self._reachable():
+            assert self.process is not None
             if self.process.poll() is not None or time.monotonic() > until:
                 self.stop()
                 tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
@@ -73,7 +75,9 @@ class RemoteEngine:
         self.pid, self.children = answer["pid"], answer["children"]
 
     def stop(self) -> None:
-        """Ends the process and everything below it."""
+        """Ends the process and everything below it, where it was started here."""
+        if self.process is None:
+            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

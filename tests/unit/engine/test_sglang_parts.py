@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from schemas.errors import ContextLengthExceeded, InvalidRequest
 from schemas.requests import parse
@@ -18,6 +20,7 @@ from workers.engine.sglang import LaunchFailed, version
 from workers.engine.sglang.checks import Bounds
 from workers.engine.sglang.prompts import SGLangPrompt
 from workers.engine.sglang.redact import safe, unquoted
+from workers.engine.sglang.stops import StopWatch
 
 BOUNDS = Bounds(context_length=100, longest_prompt=90, longest_total=96, vocabulary=50)
 
@@ -81,6 +84,43 @@ def test_a_message_that_repeats_the_request_is_not_used() -> None:
     assert (
         safe("roles must alternate user and assistant", messages) == "roles must alternate user and assistant"
     )
+
+
+@pytest.mark.parametrize(
+    ("pieces", "keep", "expected"),
+    [
+        (["ab", "STOP", "cd"], False, "ab"),
+        (["ab", "xSTOPcd"], False, "abx"),
+        (["ab", "xSTOPcd"], True, "abxSTOP"),
+        (["a", "EN", "D"], False, "aEN"),  # A part that went out cannot be called back.
+        (["a", "ST", "OR", "Y"], False, "aSTORY"),
+        (["STOPENDx"], False, ""),
+    ],
+)
+def test_a_stop_string_ends_the_text_d6(pieces: list[str], keep: bool, expected: str) -> None:
+    watch = StopWatch(["STOP", "END"], keep=keep)
+    told, stopped = "", None
+    for piece in pieces:
+        text, stopped = watch.feed(piece)
+        told += text
+        if stopped:
+            break
+    assert told == expected
+    assert (stopped is not None) == any(stop in "".join(pieces) for stop in ("STOP", "END"))
+
+
+@given(text=st.text("ab", max_size=30), stop=st.text("ab", min_size=1, max_size=4), data=st.data())
+def test_a_stop_string_is_found_however_the_text_is_cut(text: str, stop: str, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    watch = StopWatch(stop, keep=True)
+    told = ""
+    for piece in pieces:
+        new, stopped = watch.feed(piece)
+        told += new
+        if stopped:
+            break
+    assert told == (text[: text.index(stop) + len(stop)] if stop in text else text)
 
 
 @pytest.mark.parametrize("found", ["0.5.17", "0.5.18.post1", "0.5.23", "0.5.22rc0"])

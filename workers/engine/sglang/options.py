@@ -154,8 +154,6 @@ def _check(given: dict[str, Any], role: Role) -> None:
     mode = given.get("disaggregation_mode", MODES[role])
     if mode != MODES[role]:
         raise LaunchFailed(f"--disaggregation-mode {mode} contradicts the role {role}; leave the flag out")
-    if not given.get("model_path"):
-        raise LaunchFailed("--model-path is missing")
     for name, wanted, why in (
         ("node_rank", 0, "only the first node of an engine can be a worker"),
         ("tokenizer_worker_num", 1, "an embedded engine tokenises in the worker's process"),
