@@ -220,8 +220,12 @@ class Bus:
         except nats.errors.Error as error:
             raise BusUnavailable(f"cannot subscribe to {subject}: {error}") from error
         self.denied.discard(_key("subscription", subject))
-        if self.connected:
-            await self.flush()
+        try:
+            if self.connected:
+                await self.flush()
+        except BusUnavailable:
+            natspy.forget_subscription(self._client, subscription._sub)
+            raise
         if _key("subscription", subject) in self.denied:
             await subscription.unsubscribe()
             raise NotPermitted(f"not permitted to subscribe to {subject}")

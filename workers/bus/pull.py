@@ -9,6 +9,9 @@ are sent here, short-lived ones, and followed:
     a job arrived and no more is wanted → that subscription is drained, and with the server
                       dropping requests that nobody listens for, no further job comes
 
+Requests live for 2 s and are told when they end, so they need no heartbeats of
+their own: one that is not heard of for a second more is lost.
+
 A job may still cross with that end. It is kept here, with heartbeats, and
 given to the next taker.
 """
