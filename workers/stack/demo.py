@@ -38,7 +38,6 @@ SILENCE: Final = 120.0
 """Seconds without any news after which a request is given up; a loaded laptop is slow."""
 
 CHAT: Final = "What is the capital of France?"
-TOKENS: Final = "What is the capital of Italy?"
 JOB: Final = "Name three primary colours."
 
 
@@ -147,7 +146,7 @@ async def _stack(screen: Screen, folder: Path) -> AsyncIterator[LocalStack]:
     stack = LocalStack(
         folder,
         model=MODEL,
-        flags=place.flags,
+        flags=[*place.flags, "--enable-cache-report"],
         role_flags=place.role_flags,
         env=place.env,
         report=screen.done,
@@ -177,9 +176,9 @@ async def _tokens(screen: Screen, client: Client, folder: Path) -> None:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    prompt = tokenizer.encode(_rendered(TOKENS)).ids
+    prompt = tokenizer.encode(_rendered(CHAT)).ids
     _title(screen, 2, "a token request, live: ids in, ids out", client.bus.subjects.request(MODEL, "tokens"))
-    screen.field("prompt", f"{len(prompt)} ids, the same chat template around: {TOKENS}")
+    screen.field("prompt", f"the same, as {len(prompt)} ids: {prompt[:3]} …")
     screen.field("answer", end="")
     stream = client.tokens(MODEL, prompt, **_options())
     ids: list[int] = []
@@ -230,7 +229,7 @@ def _stats(screen: Screen, stream: Stream[Any]) -> None:
 
 
 def _rendered(question: str) -> str:
-    """The chat template by hand: what a client does that tokenises for itself."""
+    """The model's chat template by hand: a client that sends ids renders and tokenises for itself."""
     system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
     return (
         f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n"
