@@ -35,7 +35,7 @@ QUESTIONS: Final = (
     "Name an animal that can fly.",
     "Write one sentence about the sea.",
 )
-GREEDY: Final = {"temperature": 0, "max_tokens": 48}
+GREEDY: Final[dict[str, Any]] = {"temperature": 0, "max_tokens": 48}
 SCHEMA: Final = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 12}},
