@@ -6,7 +6,6 @@ import os
 from typing import Any, Final
 
 from schemas.fleet import Role
-from workers.engine.cpu.detect import cpu_only
 
 KV_TOKENS: Final = 32_768
 """SGLang would take a share of all memory for the KV cache; on a laptop it has to stay small."""
@@ -39,15 +38,13 @@ def defaults(role: Role) -> dict[str, Any]:
     return values
 
 
-def prepare_environment() -> None:
-    """Sets what PyTorch and SGLang read of the environment when they load; the user's own stays.
+def prepare_environment(ranks: int) -> None:
+    """Sets environment variables for the engine's processes; the user's own settings stay.
 
     PyTorch takes all cores for every process, and the processes of two engines on one machine then
     fight for them: measured on two cores, 0.81 of the throughput that one thread each gives. The
-    binding names one group a rank; SGLang otherwise refuses more ranks than there are NUMA nodes.
+    binding names a group of cores for every rank; SGLang otherwise takes no more ranks than there are
+    NUMA nodes.
     """
-    if not cpu_only():
-        return
-    cores = os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // 4)))
-    os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(map(str, range(cores))))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 4)))
+    os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(map(str, range(ranks))))

@@ -17,7 +17,6 @@ from schemas.errors import Cancelled, EngineFailed, InferbusError, InvalidReques
 from schemas.fleet import Role
 from workers.engine.interface import Delta, Finish, Leg
 from workers.engine.sglang.redact import unquoted
-from workers.engine.sglang.stops import StopWatch
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +78,6 @@ class Calls:
         self, leg: Leg, outputs: AsyncGenerator[dict[str, Any], None]
     ) -> AsyncGenerator[Delta, None]:
         seen = 0
-        stops = leg.sampling.get("stop")
-        watch = StopWatch(stops, keep=bool(leg.sampling.get("no_stop_trim"))) if stops else None
         async for output in outputs:
             meta = output["meta_info"]
             reason = meta.get("finish_reason")
@@ -91,13 +88,14 @@ class Calls:
             if reason is not None and seen != meta["completion_tokens"]:
                 log.error("rid %s: %d tokens came, %d were counted", leg.rid, seen, meta["completion_tokens"])
                 raise EngineFailed("the engine's stream does not add up")
-            text = output.get("text", "")
-            if watch is not None and not (reason and isinstance(reason.get("matched"), str)):
-                text, stop = watch.feed(text)
-                if stop is not None:
-                    reason = meta["finish_reason"] = {"type": "stop", "matched": stop}
             finish = reason and Finish(reason=reason["type"], matched=reason.get("matched"))
-            yield Delta(index=leg.index, token_ids=output["output_ids"], text=text, finish=finish, meta=meta)
+            yield Delta(
+                index=leg.index,
+                token_ids=output["output_ids"],
+                text=output.get("text", ""),
+                finish=finish,
+                meta=meta,
+            )
             if finish is not None:
                 return
         raise EngineFailed("the engine's stream ended without a reason")

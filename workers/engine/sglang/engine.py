@@ -7,7 +7,6 @@ from typing import Any
 
 from schemas.fleet import Role
 from schemas.requests import AnyRequest
-from workers.engine import cpu
 from workers.engine.interface import Delta, EngineInfo, EngineLoad, Leg, Prompt
 from workers.engine.sglang import bootstrap, describe, health, launch, options, version
 from workers.engine.sglang.calls import Calls
@@ -56,7 +55,6 @@ class SGLangEngine:
             LaunchFailed: It did not start; nothing of it is left behind.
         """
         found = version.installed()
-        cpu.prepare_environment()
         options.prepare_environment(transfer_timeout)
         chosen = options.read(
             argv, role=role, model=model, bootstrap_port=bootstrap_port, advertise_host=advertise_host

@@ -93,6 +93,8 @@ def read(
         values.disaggregation_bootstrap_port = _free_port(values.host, wanted)
         bootstrap = _bootstrap(values, advertise_host)
     _set_own_address(bootstrap, advertise_host)
+    if cpu.cpu_only():
+        cpu.prepare_environment(values.tp_size * values.pp_size * values.dp_size)
     try:
         arguments = _server_args().from_cli_args(values)
     except (ValueError, TypeError, AssertionError, OSError) as error:

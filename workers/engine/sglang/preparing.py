@@ -16,6 +16,7 @@ from workers.engine.sglang.checks import PROMPT_FIELD, Bounds
 from workers.engine.sglang.prompts import SGLangPrompt
 from workers.engine.sglang.redact import unquoted
 from workers.engine.sglang.serving import Serving, with_late_parameters
+from workers.engine.sglang.stops import with_reach
 from workers.engine.tokens import TokensAnswer
 
 _OPTIONS: Final = (
@@ -118,6 +119,8 @@ class Preparer:
         self._bounds.check_ids(token_ids, PROMPT_FIELD[request.kind])
         sampling = {name: value for name, value in sampling.items() if name != "n"}
         sampling["max_new_tokens"] = self._bounds.new_tokens(request, len(token_ids))
+        if sampling.get("stop"):
+            sampling["stop_regex"] = with_reach(sampling["stop"], sampling.get("stop_regex"))
         self._verify(sampling)
         return SGLangPrompt(
             token_ids,
