@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 from typing import Any, get_args
 
 import click
@@ -11,7 +10,9 @@ import click
 from schemas import codec
 from schemas.fleet import Role, WorkerInfo
 from workers.cli.options import Command, settings_options
+from workers.cli.queues import paused
 from workers.cli.running import EXIT_FAILED, complain, with_client
+from workers.cli.tables import plain, print_table
 from workers.client import Client
 
 
@@ -26,9 +27,12 @@ def workers(as_json: bool, **options: Any) -> int:
         if as_json:
             click.echo(codec.encode(found).decode())
         elif found:
-            _print_table(found)
+            columns = ("model", "role", "worker", "state", "busy", "kinds", "engine", "host")
+            print_table(columns, map(_row, found))
         else:
             click.echo("no worker is here", err=True)
+        for line in [] if as_json else await paused(client.bus):
+            click.echo(plain(line), err=True)
         return 0
 
     return with_client(options, work)
@@ -67,23 +71,14 @@ def _state(info: WorkerInfo) -> str:
     return f"{info.worker} {info.state}" + (f" ({info.reason})" if info.reason else "")
 
 
-def _print_table(found: list[WorkerInfo]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for column in ("model", "role", "worker", "state", "busy", "kinds", "engine", "host"):
-        table.add_column(column, overflow="fold")
-    for info in found:
-        table.add_row(
-            info.model,
-            info.role,
-            info.worker,
-            info.state if not info.reason else f"{info.state}: {info.reason}",
-            f"{info.load.busy}/{info.load.slots}",
-            " ".join(info.kinds),
-            info.engine,
-            info.host,
-        )
-    # A pipe has no width; nothing should be folded there.
-    Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 400).print(table)
+def _row(info: WorkerInfo) -> tuple[object, ...]:
+    return (
+        info.model,
+        info.role,
+        info.worker,
+        info.state if not info.reason else f"{info.state}: {info.reason}",
+        f"{info.load.busy}/{info.load.slots}",
+        " ".join(info.kinds),
+        info.engine,
+        info.host,
+    )

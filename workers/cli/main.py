@@ -22,6 +22,11 @@ _COMMANDS: Final = {
     "cancel": "jobs",
     "workers": "fleet",
     "health": "fleet",
+    "jobs": "queues",
+    "pause": "queues",
+    "resume": "queues",
+    "dead": "dead",
+    "streams": "streams",
     "config": "settings",
 }
 """Every command, and the module that has it; only that one is imported."""
