@@ -202,7 +202,9 @@ async def test_an_infrastructure_failure_is_retried_with_growing_delays_a5() -> 
 
 async def test_the_last_failed_attempt_becomes_a_dead_letter_a_result_and_a_term() -> None:
     bench = Bench(failing(EngineFailed("cuda")), attempts=2)
-    assert await bench.handle(bench.job(attempt=2, **{headers.TRACEPARENT: "00-x"})) == (
+    assert await bench.handle(
+        bench.job(attempt=2, **{headers.TRACEPARENT: "00-x", "Nats-Expected-Stream": "INFER_JOBS"})
+    ) == (
         "term",
         "engine_failed",
     )
@@ -212,6 +214,7 @@ async def test_the_last_failed_attempt_becomes_a_dead_letter_a_result_and_a_term
     assert letter.headers[headers.REASON] == "engine_failed"
     assert letter.headers[headers.ATTEMPT] == "2"
     assert letter.headers[headers.TRACEPARENT] == "00-x"
+    assert "Nats-Expected-Stream" not in letter.headers
     assert msgspec.json.decode(bench.results[0].data)["error"]["code"] == "engine_failed"
     assert bench.ends == ["error"]
 

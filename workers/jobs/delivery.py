@@ -165,8 +165,10 @@ class Deliveries:
         job, message = outcome.job, delivery.message
         code = outcome.error.code if outcome.error else ""
         reason = outcome.error.message if outcome.error else ""
+        # The server's own headers were about the submission, and would be about the letter now.
+        kept = {name: text for name, text in message.headers.items() if not name.startswith("Nats-")}
         letter = {
-            **message.headers,
+            **kept,
             headers.REASON: code,
             headers.DETAIL: reason,
             headers.ATTEMPT: str(job.attempt),
