@@ -32,6 +32,8 @@ class Calls:
         self._manager = manager
         self._role = role
         self._fields = _request_fields()
+        # What another version's worker put into a leg, and this one does not know, is left out.
+        self._sampling = frozenset(manager.sampling_params_class.__struct_fields__)
         self._live: set[str] = set()
         self._aborted: set[str] = set()
 
@@ -119,7 +121,7 @@ class Calls:
 
         if (leg.rendezvous is None) != (self._role == "both"):
             raise EngineFailed("a leg needs a rendezvous exactly where prefill and decode are apart")
-        sampling = dict(leg.sampling)
+        sampling = {name: value for name, value in leg.sampling.items() if name in self._sampling}
         if self._role == "prefill":
             # SGLang's prefill stops after one token by itself, but plans memory for all of them.
             sampling["max_new_tokens"] = 1

@@ -64,7 +64,8 @@ class SGLangEngine:
             manager = engine.tokenizer_manager
             if chosen.bootstrap is not None:
                 await bootstrap.wait_ready(manager, chosen.bootstrap)
-            serving = Serving(engine) if manager.tokenizer is not None else None
+            answers = role != "prefill" and manager.tokenizer is not None
+            serving = Serving(engine) if answers else None
             info = await describe.describe(engine, chosen, found, serving)
             preparer = Preparer(manager, role=role, bounds=describe.bounds(engine), serving=serving)
         except BaseException:
