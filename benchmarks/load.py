@@ -23,6 +23,8 @@ from schemas import headers
 SILENCE: Final = 60.0
 """Seconds without a byte after which a reading has failed."""
 BLOCK: Final = 512 * 1024
+SHOWN: Final = 400
+"""Bytes of a message in an error."""
 
 _OPTIONS: Final = {
     "verbose": False,
@@ -180,7 +182,7 @@ class _Run:
     def read(self, data: bytes) -> tuple[bytes, int]:
         """Takes the whole messages in `data`; what is left over, and how many answers ended."""
         now, position, ended = time.perf_counter(), 0, 0
-        waiting, chunks, size_of_all = self._waiting, 0, 0
+        waiting, chunks, size_of_all, body = self._waiting, 0, 0, 0
         while (eol := data.find(b"\r\n", position)) >= 0:
             words = data[position:eol].split(b" ")
             verb = words[0]
@@ -194,10 +196,11 @@ class _Run:
             if end > len(data):
                 break
             if verb == b"HMSG":
-                self._end(data[eol + 2 : end], int(words[-2]) == size)
+                self._end(data[eol + 2 : end], data[body:position], empty=int(words[-2]) == size)
                 ended += 1
             else:
                 chunks += 1
+                body = eol + 2
                 size_of_all += size
                 if waiting and (sent := waiting.pop(words[1], None)) is not None:
                     self.tally.first.append(now - sent)
@@ -213,10 +216,11 @@ class _Run:
         elif verb == b"-ERR":
             raise LoadFailed(f"the server said {line.decode(errors='replace')}")
 
-    def _end(self, block: bytes, empty: bool) -> None:
+    def _end(self, block: bytes, before: bytes, *, empty: bool) -> None:
         status, count = _STATUS.search(block), _CHUNKS.search(block)
         if not empty or status is None or count is None or status[1] != b"ok":
-            raise LoadFailed(f"an answer ended with {block.decode(errors='replace').strip()!r}")
+            text = b"%b; the message before it: %b" % (block.strip(), before[:SHOWN].strip())
+            raise LoadFailed(f"an answer ended with {text.decode(errors='replace')!r}")
         self.stated += int(count[1])
 
 
