@@ -198,8 +198,15 @@ def _equal(bare: dict[str, Any], found: dict[str, Any]) -> dict[str, bool]:
         "completions": found["completions"] == bare["chat"][:2],
         "choices": found["choices"] == bare["chat"][:1] * 2,
         "job": found["job"] == bare["chat"][0],
-        "schema": set(json.loads(found["shaped"])) == {"city"},
+        "schema": _has_city(found["shaped"]),
     }
+
+
+def _has_city(text: str) -> bool:
+    try:
+        return set(json.loads(text)) == {"city"}
+    except ValueError:
+        return False
 
 
 if __name__ == "__main__":
