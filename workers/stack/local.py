@@ -41,6 +41,8 @@ READY_TIMEOUT: Final = 900.0
 PROGRAM: Final = (sys.executable, "-m", "workers.cli")
 LOOK_EVERY: Final = 0.25
 GRACE: Final = 30.0
+STOP_MARGIN: Final = 15.0
+"""Seconds that a worker may take beside finishing its requests: to stop its engine, on a busy machine."""
 
 Report = Callable[[str], None]
 """Takes one line for people about a step that is done."""
@@ -93,7 +95,8 @@ class LocalStack:
         self._scripted = scripted
         self._ready_timeout = ready_timeout
         self._report = report or _silent
-        self._children = Children(grace=grace)
+        self._grace = grace
+        self._children = Children(grace=grace + STOP_MARGIN)
         self._exit = AsyncExitStack()
 
     @property
@@ -159,6 +162,7 @@ class LocalStack:
             f"{ENVIRONMENT}NATS_URL": self.url,
             f"{ENVIRONMENT}WORKER": worker,
             f"{ENVIRONMENT}SERVED_MODEL": self.model,
+            f"{ENVIRONMENT}GRACE": str(self._grace),
             # Found out otherwise, which needs a network.
             "SGLANG_HOST_IP": HOST,
             **self._env,
