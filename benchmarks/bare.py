@@ -24,7 +24,6 @@ import msgspec
 from benchmarks.load import encode
 from benchmarks.machine import Watch
 from benchmarks.workload import Plan, Reading, Shape
-from workers.engine import cpu
 from workers.engine.sglang import options
 
 HOST: Final = "127.0.0.1"
@@ -42,7 +41,6 @@ class Counted(msgspec.Struct):
 
 def read_arguments(argv: list[str], model: str) -> Any:
     """SGLang's server arguments, as a worker of the role `both` has them."""
-    cpu.prepare_environment()
     options.prepare_environment(options.TRANSFER_SECONDS)
     return options.read(argv, role="both", model=model).arguments
 
