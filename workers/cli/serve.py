@@ -101,7 +101,7 @@ async def _up(
         model_path or "",
         model=name,
         roles=roles,
-        flags=[*(() if _sized(engine_flags) else place.flags), *engine_flags],
+        flags=["--enable-cache-report", *(() if _sized(engine_flags) else place.flags), *engine_flags],
         role_flags=place.role_flags,
         env=place.env,
         scripted=scripted,
