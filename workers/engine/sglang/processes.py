@@ -36,6 +36,6 @@ def alive(pids: Iterable[int]) -> bool:
 
 def _psutil() -> Any:
     """SGLang brings it; nothing else here needs it."""
-    import psutil  # type: ignore[import-untyped]
+    import psutil
 
     return psutil
