@@ -45,7 +45,8 @@ async def collected(deltas: AsyncGenerator[Delta, None]) -> list[Delta]:
 async def paired(prefill: RemoteEngine, decode: RemoteEngine, leg: Leg) -> tuple[list[Delta], list[Delta]]:
     """Both halves of a leg, at once: prefill waits for decode."""
     met = meeting(prefill, leg)
-    return await asyncio.gather(collected(prefill.generate(met)), collected(decode.generate(met)))
+    async with asyncio.timeout(60):
+        return await asyncio.gather(collected(prefill.generate(met)), collected(decode.generate(met)))
 
 
 async def through_pair(

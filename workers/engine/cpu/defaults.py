@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from typing import Any, Final
 
@@ -9,6 +10,8 @@ from schemas.fleet import Role
 
 KV_TOKENS: Final = 32_768
 """SGLang would take a share of all memory for the KV cache; on a laptop it has to stay small."""
+
+GRAMMARS_SINCE: Final = (0, 5, 23)
 
 RUNNING: Final = 64
 """Requests at once: more of them only wait for each other on a CPU."""
@@ -33,9 +36,17 @@ def defaults(role: Role) -> dict[str, Any]:
         # Schedulers spin while they wait otherwise, and take the cores from whoever works.
         "sleep_on_idle": True,
     }
+    if not _has_cpu_grammars():
+        values["grammar_backend"] = "none"
     if role == "decode":
         values["disaggregation_decode_retraction_backup"] = "cpu_tensor"
     return values
+
+
+def _has_cpu_grammars() -> bool:
+    """Whether SGLang can use grammars without a GPU; older ones would let a request kill the engine."""
+    version = importlib.metadata.version("sglang").split(".")
+    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in version[:3]) >= GRAMMARS_SINCE
 
 
 def prepare_environment(ranks: int) -> None:

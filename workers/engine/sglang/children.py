@@ -57,7 +57,10 @@ def _die_with_parent() -> None:
 
 
 class _Reporter(logging.Handler):
-    """Keeps the last line of the traceback that SGLang logs when a child of it fails."""
+    """Keeps the last line of the traceback that SGLang logs when a child of it fails.
+
+    Nothing may come out of here: SGLang tells the parent that a child died after it has logged that.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(logging.ERROR)
@@ -66,5 +69,7 @@ class _Reporter(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
         lines = [line.strip() for line in message.splitlines() if line.strip()]
+        # The folder is gone once the engine is up.
         if "hit an exception" in message and lines and not self._path.exists():
-            self._path.write_text(lines[-1][:500])
+            with contextlib.suppress(OSError):
+                self._path.write_text(lines[-1][:500])
