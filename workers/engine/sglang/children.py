@@ -9,6 +9,7 @@ which then has nothing to tell its user.
 from __future__ import annotations
 
 import ctypes
+import contextlib
 import logging
 import multiprocessing
 import os
