@@ -14,7 +14,7 @@ import pytest
 from schemas.errors import ContextLengthExceeded, InvalidRequest
 from schemas.requests import parse
 from workers.engine import cpu
-from workers.engine.cpu import detect, hooks
+from workers.engine.cpu import detect
 from workers.engine.sglang import LaunchFailed, version
 from workers.engine.sglang.checks import Bounds
 from workers.engine.sglang.prompts import SGLangPrompt
@@ -151,12 +151,6 @@ def test_the_cpu_platform_is_there_where_nothing_else_is(monkeypatch: pytest.Mon
         assert cpu.activate() == "workers.engine.cpu.platform.InferbusCpuPlatform"
     finally:
         detect.cpu_only.cache_clear()
-
-
-def test_kv_memory_is_declared_as_dram() -> None:
-    arguments = SimpleNamespace(kv_data_ptrs=[1, 2, 3])
-    assert hooks.declare_dram(None, arguments, "prefill", None) is None
-    assert arguments.kv_data_mem_kinds == ["DRAM"] * 3
 
 
 def test_importing_the_adapter_imports_neither_sglang_nor_torch() -> None:
