@@ -5,7 +5,7 @@
 #
 # A daemon that already answers is used and left alone. Base images that are neither here nor to be pulled get a
 # stand-in of the same name, made from Debian's and PyPI's packages; every one carries the label
-# inferbus.stand-in=true. This is a help for tests: nothing it makes is shipped.
+# inferbus.stand-in=true, and so does what is built on it. This is a help for tests: nothing it makes is shipped.
 #
 #   INFERBUS_DOCKER_STATE   where the daemon keeps everything (default /var/tmp/inferbus-docker; needs ~25 GB)
 #   INFERBUS_STAND_IN=1     do not try to pull first
@@ -122,4 +122,4 @@ trap 'rm -rf "$work"' EXIT
 mkdir -p "$state"
 stand_in_python
 stand_in_nats
-say "ready: $(docker version --format 'server {{.Server.Version}}'), $(docker image ls --quiet --filter "label=$label" | sort -u | wc -l) stand-in images"
+say "ready: server $(docker version --format '{{.Server.Version}}')"
