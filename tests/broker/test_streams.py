@@ -39,7 +39,7 @@ async def test_every_stream_of_the_contract_is_made(streams: Bus) -> None:
     jobs = await config(streams, layout.JOBS)
     assert (jobs["retention"], jobs["storage"], jobs["discard"]) == ("workqueue", "file", "new")
     assert (await config(streams, layout.STREAM))["persist_mode"] == "async"
-    assert (await config(streams, layout.CANCEL))["max_msgs_per_subject"] == 1
+    assert (await config(streams, layout.CANCEL))["max_msgs_per_subject"] == layout.CANCELS_KEPT
 
 
 async def test_doing_it_again_changes_nothing(streams: Bus, connect: Connect) -> None:

@@ -24,6 +24,9 @@ ANNOUNCE_TTL: Final = 10.0
 MAX_ACK_PENDING: Final = 100_000
 """Of all workers together: they bound what they hold by their slots; the server must not on top of it."""
 
+CANCELS_KEPT: Final = 64
+"""Cancels of one job id that are remembered."""
+
 MAX_WAITING: Final = 4096
 """Open pull requests of all workers together."""
 
@@ -57,8 +60,8 @@ def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[st
         chunks | light | {"discard": "old", "max_msgs_per_subject": settings.stream_max_chunks},
         results,
         dead,
-        # One mark per job is enough, and the newest counts.
-        cancel | {"discard": "old", "max_msgs_per_subject": 1},
+        # More than one mark per job: each may aim at another submission with the same id.
+        cancel | {"discard": "old", "max_msgs_per_subject": CANCELS_KEPT},
         advisories | {"discard": "old"},
         # As ADR-8 lays out a bucket, so that `nats kv` reads it.
         workers | light | {"max_msgs_per_subject": 1, "allow_rollup_hdrs": True, "deny_delete": True},

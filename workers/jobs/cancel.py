@@ -7,19 +7,24 @@ stored before the cancel. A later submission with the same id is never hit.
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
 from collections.abc import Mapping
+from typing import Final
 
 import structlog
 
 from schemas import headers
-from schemas.errors import Cancelled, InvalidSubject
-from schemas.subjects import JobKey, Subjects
+from schemas.errors import BusUnavailable, Cancelled, InvalidSubject
+from schemas.subjects import Subjects
 from workers.bus.interface import Broker, Stored
 from workers.bus.layout import CANCEL
 from workers.jobs.scope import Scope, Scopes
 
 log = structlog.get_logger()
+
+PAUSE: Final = 1.0
+"""Seconds before cancels are looked for again where the server did not answer."""
 
 
 class Cancels:
@@ -45,13 +50,33 @@ class Cancels:
             if named is None or scope.submission is None or named == str(scope.submission):
                 end(scope)
 
-    async def mark(self, key: JobKey) -> Stored | None:
-        """The newest cancel of a job, if there is one.
+    async def hit(self, scope: Scope) -> bool:
+        """Whether a stored cancel aims at an attempt at a durable job.
+
+        The newest one is looked at first, since nearly always there is none. One that aims elsewhere may
+        have come after one that does not: each submission under one id has cancels of its own.
 
         Raises:
             BusUnavailable: The server did not answer.
         """
-        return await self._broker.last(CANCEL, self._subjects.cancel(key.owner, key.job))
+        subject = self._subjects.cancel(scope.key.owner, scope.key.job)
+        newest = await self._broker.last(CANCEL, subject)
+        if newest is None or hits(newest, submission=scope.submission, stored=scope.stored):
+            return newest is not None
+        marks = await self._broker.read(CANCEL, subject)
+        return any(hits(mark, submission=scope.submission, stored=scope.stored) for mark in marks)
+
+    async def catch_up(self) -> None:
+        """After NATS was away: ends the attempts whose cancel may have come by meanwhile, and was not heard."""
+        for scope in self._scopes:
+            while scope.stored is not None and scope in self._scopes.find(scope.key):
+                try:
+                    if await self.hit(scope):
+                        end(scope)
+                    break
+                except BusUnavailable as error:
+                    log.warning("cancels.not_read", reason=error.message)
+                    await asyncio.sleep(PAUSE)
 
 
 def end(scope: Scope) -> None:
@@ -59,13 +84,15 @@ def end(scope: Scope) -> None:
     scope.end(Cancelled("cancelled by its owner"))
 
 
-def hits(mark: Stored, *, submission: int | None, stored: dt.datetime) -> bool:
+def hits(mark: Stored, *, submission: int | None, stored: dt.datetime | None) -> bool:
     """Whether a stored cancel aims at a durable job.
 
     Args:
         mark: The cancel.
         submission: The job's stream sequence.
-        stored: When the server stored the job, by the same clock as the cancel.
+        stored: When the server stored the job, by the same clock as the cancel; None where it did not.
     """
     named = mark.headers.get(headers.SUBMISSION)
-    return named == str(submission) if named is not None else mark.time >= stored
+    if named is not None:
+        return named == str(submission)
+    return stored is not None and mark.time >= stored

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
-from typing import Final
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final, TypeVar
 
 import structlog
 
@@ -31,6 +31,7 @@ from schemas.errors import (
     Ended,
     InferbusError,
     LeaseLost,
+    PayloadTooLarge,
 )
 from schemas.subjects import Subjects
 from workers.bus.interface import Broker, Delivery, Stored
@@ -47,11 +48,16 @@ from workers.jobs.scope import Scope
 
 log = structlog.get_logger()
 
+T = TypeVar("T")
+
 PATIENCE: Final = 300.0
 """Seconds for which a finished answer waits for NATS to come back."""
 
 FIRST_PAUSE: Final = 0.1
 LONGEST_PAUSE: Final = 5.0
+
+_WHOSE: Final = (headers.SUBMISSION, headers.ATTEMPT, headers.WORKER)
+"""What tells one attempt's result from every other's."""
 
 
 class Deliveries:
@@ -121,11 +127,10 @@ class Deliveries:
             error = AttemptsExhausted(f"{job.attempt - 1} attempts ended without an answer")
             await self._bury(delivery, self._failed(job, error), expect)
             return
-        scope = Scope(job.key, submission=job.submission)
+        scope = Scope(job.key, submission=job.submission, stored=job.arrived)
         forget = self._attempts.scopes.add(scope)
         try:
-            mark = await self._cancels.mark(job.key)
-            if mark is not None and cancel.hits(mark, submission=job.submission, stored=job.arrived):
+            if await self._cancels.hit(scope):
                 cancel.end(scope)
             points = await self._points(job)
             outcome = await self._attempts.run(envelope, scope, points=points, lost=lambda: delivery.stale)
@@ -145,8 +150,10 @@ class Deliveries:
         if error is None or isinstance(error, CallerError | Ended):
             await self._conclude(delivery, outcome, expect)
             await delivery.ack()
-            log.info("job.finished", status=outcome.status, code=error and error.code, **facts(job))
-        elif isinstance(error, LeaseLost):
+            code = outcome.error and outcome.error.code
+            log.info("job.finished", status=outcome.status, code=code, **facts(job))
+        elif delivery.stale or isinstance(error, LeaseLost):
+            # Asking for it back would take it from its new owner.
             log.warning("job.left", reason=error.message, **facts(job))
         elif isinstance(error, Draining):
             outcome.reply.retrying(error)
@@ -178,7 +185,12 @@ class Deliveries:
             headers.WORKER: self._worker,
             headers.MSG_ID: f"dead-{message.sequence}",
         }
-        await self._keep(self._subjects.dead(job.model, job.kind), message.data, letter)
+        subject = self._subjects.dead(job.model, job.kind)
+        try:
+            await self._patiently(subject, lambda: self._broker.store(subject, message.data, letter))
+        except PayloadTooLarge as error:
+            # The job just fitted; with a letter's own headers it does not. Its error is its result all the same.
+            log.error("job.no_letter", reason=error.message, **facts(job))
         await self._conclude(delivery, outcome, expect)
         await delivery.term(code)
         log.error("job.dead", code=code, reason=reason, **facts(job))
@@ -189,19 +201,42 @@ class Deliveries:
         An owner that was out of touch for too long may still have the first result, and it counts; but it
         says nothing more to readers, who may be listening to its successor.
         """
-        job = outcome.job
-        found = {headers.STATUS: outcome.status, **served_headers(job, outcome.served)}
-        subject = self._subjects.result(job.owner, job.id)
-        stored = await self._keep(subject, outcome.body, found, expect=expect)
-        if stored is None:
-            log.warning("job.superseded", **facts(job))
+        try:
+            ours = await self._store_result(outcome, expect)
+        except PayloadTooLarge as error:
+            # Another attempt would not make it smaller.
+            outcome.error = PayloadTooLarge(f"the answer as a whole cannot be stored: {error.message}")
+            outcome.body = error_body(outcome.job, outcome.error)
+            ours = await self._store_result(outcome, expect)
+        if not ours:
+            log.warning("job.superseded", **facts(outcome.job))
         elif not delivery.stale:
             outcome.answer()
             await self._broker.flush()
 
-    async def _keep(
-        self, subject: str, body: bytes, found: Mapping[str, str], *, expect: int | None = None
-    ) -> int | None:
+    async def _store_result(self, outcome: Outcome, expect: int) -> bool:
+        job = outcome.job
+        found = {headers.STATUS: outcome.status, **served_headers(job, outcome.served)}
+        subject = self._subjects.result(job.owner, job.id)
+        return await self._patiently(subject, lambda: self._store_once(job, outcome.body, found, expect))
+
+    async def _store_once(self, job: Job, body: bytes, found: Mapping[str, str], expect: int) -> bool:
+        """Stores a result unless this submission or a later one has one; whether the one there is this one.
+
+        What came in between may be the result of an earlier submission with the same id, which must not
+        keep this one from having its own; or this very result, whose confirmation was lost.
+        """
+        subject = self._subjects.result(job.owner, job.id)
+        while await self._broker.store(subject, body, found, expect=expect) is None:
+            newest = await self._result(job)
+            if newest is not None and _submission(newest) >= (job.submission or 0):
+                return all(newest.headers.get(name) == found[name] for name in _WHOSE)
+            before, expect = expect, 0 if newest is None else newest.sequence
+            if expect == before:
+                raise BusUnavailable("the newest result cannot be seen yet")
+        return True
+
+    async def _patiently(self, subject: str, store: Callable[[], Awaitable[T]]) -> T:
         """Stores, and while NATS is away goes on trying: a finished answer is not thrown away for that.
 
         Raises:
@@ -211,7 +246,7 @@ class Deliveries:
         pause = FIRST_PAUSE
         while True:
             try:
-                return await self._broker.store(subject, body, found, expect=expect)
+                return await store()
             except BusUnavailable as error:
                 if self._clock() + pause > deadline:
                     raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
@@ -17,11 +18,19 @@ class Scope:
 
     The first reason wins. Once the scope is left, ending it does nothing: a
     finished answer is stored and acknowledged whatever comes.
+
+    Args:
+        key: The job.
+        submission: Which submission of it; None for a live request.
+        stored: When the server stored that.
     """
 
-    def __init__(self, key: JobKey, *, submission: int | None) -> None:
+    def __init__(
+        self, key: JobKey, *, submission: int | None, stored: dt.datetime | None = None
+    ) -> None:
         self.key = key
         self.submission = submission
+        self.stored = stored
         self._task: asyncio.Task[object] | None = None
         self._reason: InferbusError | None = None
         self._over = False
@@ -75,7 +84,9 @@ class Scopes:
     """The scopes of this worker's attempts, by job."""
 
     def __init__(self) -> None:
-        self._open: dict[JobKey, set[Scope]] = {}
+        # In the order in which they began, and are ended.
+        self._open: dict[JobKey, dict[Scope, None]] = {}
+        self._over: InferbusError | None = None
 
     def __len__(self) -> int:
         return sum(len(scopes) for scopes in self._open.values())
@@ -85,7 +96,9 @@ class Scopes:
 
     def add(self, scope: Scope) -> Callable[[], None]:
         """Registers a scope; call what is returned when the attempt is over."""
-        self._open.setdefault(scope.key, set()).add(scope)
+        self._open.setdefault(scope.key, {})[scope] = None
+        if self._over is not None:
+            scope.end(self._over)
         return lambda: self._remove(scope)
 
     def find(self, key: JobKey) -> list[Scope]:
@@ -93,14 +106,15 @@ class Scopes:
         return list(self._open.get(key, ()))
 
     def end_all(self, reason: InferbusError) -> int:
-        """Ends every attempt; returns how many there were."""
+        """Ends every attempt, also one that is only about to begin; returns how many there were."""
+        self._over = reason
         scopes = list(self)
         for scope in scopes:
             scope.end(reason)
         return len(scopes)
 
     def _remove(self, scope: Scope) -> None:
-        scopes = self._open.get(scope.key, set())
-        scopes.discard(scope)
+        scopes = self._open.get(scope.key, {})
+        scopes.pop(scope, None)
         if not scopes:
             self._open.pop(scope.key, None)

@@ -118,6 +118,7 @@ class Decode:
         """Begins to take requests."""
         self._attempts.probe = self._bus.probe_inbox(self._attempts.gone).subject
         await self._bus.subscribe(self._bus.subjects.all("cancel"), self._cancel_arrived)
+        self._bus.on_change(self._connection_changed)
         await self._live.join()
         self._running = [asyncio.create_task(self._live.run()), asyncio.create_task(self._jobs.run())]
 
@@ -157,6 +158,10 @@ class Decode:
 
     def _cancel_arrived(self, message: Message) -> None:
         self._cancels.arrived(message.subject, message.headers)
+
+    def _connection_changed(self, connected: bool) -> None:
+        if connected:
+            self._tasks.start(self._cancels.catch_up())
 
     def _refuse(self, envelope: Envelope, error: InferbusError) -> None:
         reply = Reply(self._bus, envelope.job, self._served)
