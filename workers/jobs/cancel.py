@@ -67,7 +67,7 @@ class Cancels:
         return any(hits(mark, submission=scope.submission, stored=scope.stored) for mark in marks)
 
     async def catch_up(self) -> None:
-        """After NATS was away: ends the attempts whose cancel may have come by meanwhile, and was not heard."""
+        """After NATS was away: ends the attempts whose cancel came by meanwhile and was not heard."""
         for scope in self._scopes:
             while scope.stored is not None and scope in self._scopes.find(scope.key):
                 try:

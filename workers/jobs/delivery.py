@@ -189,7 +189,7 @@ class Deliveries:
         try:
             await self._patiently(subject, lambda: self._broker.store(subject, message.data, letter))
         except PayloadTooLarge as error:
-            # The job just fitted; with a letter's own headers it does not. Its error is its result all the same.
+            # The job just fitted; with a letter's own headers it does not. Its error is its result.
             log.error("job.no_letter", reason=error.message, **facts(job))
         await self._conclude(delivery, outcome, expect)
         await delivery.term(code)
