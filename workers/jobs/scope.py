@@ -25,9 +25,7 @@ class Scope:
         stored: When the server stored that.
     """
 
-    def __init__(
-        self, key: JobKey, *, submission: int | None, stored: dt.datetime | None = None
-    ) -> None:
+    def __init__(self, key: JobKey, *, submission: int | None, stored: dt.datetime | None = None) -> None:
         self.key = key
         self.submission = submission
         self.stored = stored
