@@ -129,6 +129,12 @@ async def test_parameters_out_of_range_are_refused_before_the_engine_f1_f2_f6(
     assert caught.value.param
 
 
+async def test_a_long_prompt_is_tokenised_as_a_short_one_is(engine: RemoteEngine) -> None:
+    half = await engine.prepare(parse("completions", {"prompt": "a" * 8000}))
+    whole = await engine.prepare(parse("completions", {"prompt": "a" * 16000 + " " * 1000}))
+    assert whole.token_ids[: len(half.token_ids) - 2] == half.token_ids[:-2]
+
+
 async def test_an_empty_assistant_message_is_taken_f13(engine: RemoteEngine) -> None:
     assert (await chat(engine, USER, {"role": "assistant", "content": ""}, USER)).token_ids
 
@@ -185,18 +191,19 @@ async def test_what_the_conversion_refuses_is_the_callers_fault_and_is_not_quote
 
 
 @pytest.mark.parametrize(
-    ("part", "name"),
+    "part",
     [
-        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,xx"}}, "image"),
-        ({"type": "input_audio", "input_audio": {"data": "xx", "format": "wav"}}, "audio"),
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,xx"}},
+        {"type": "input_audio", "input_audio": {"data": "xx", "format": "wav"}},
     ],
+    ids=str,
 )
 async def test_content_that_a_text_model_cannot_take_is_not_supported(
-    engine: RemoteEngine, part: dict[str, Any], name: str
+    engine: RemoteEngine, part: dict[str, Any]
 ) -> None:
     with pytest.raises(NotSupported) as caught:
         await chat(engine, {"role": "user", "content": [{"type": "text", "text": SECRET}, part]})
-    assert caught.value.param == "messages"
+    assert caught.value.param == "messages[0].content"
     assert SECRET not in caught.value.message
 
 

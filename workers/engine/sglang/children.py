@@ -8,8 +8,8 @@ which then has nothing to tell its user.
 
 from __future__ import annotations
 
-import ctypes
 import contextlib
+import ctypes
 import logging
 import multiprocessing
 import os

@@ -26,8 +26,6 @@ _OPTIONS: Final = (
     "return_text_in_logprobs",
     "lora_path",
     "priority",
-    "cache_salt",
-    "extra_key",
     "require_reasoning",
 )
 """Fields of SGLang's request that a leg's options take over from its conversion."""
@@ -103,7 +101,8 @@ class Preparer:
             request,
             list(converted.input_ids),
             sampling=with_late_parameters(converted.sampling_params, request),
-            options={name: getattr(converted, name, None) for name in _OPTIONS},
+            options={name: getattr(converted, name, None) for name in _OPTIONS}
+            | {"cache_salt": request.cache_salt},
             answer=partial(OpenAIAnswer, handler, openai, chat=chat),
         )
 

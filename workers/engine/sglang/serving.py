@@ -20,6 +20,9 @@ from workers.engine.sglang.redact import safe
 
 log = logging.getLogger(__name__)
 
+LONG_CHARS: Final = 16_384
+"""Texts of this length take the tokenizer several milliseconds, for which nobody else would be served."""
+
 _SAMPLING_NAMES: Final = {
     "max_new_tokens": "max_completion_tokens",
     "min_new_tokens": "min_tokens",
@@ -46,7 +49,6 @@ _CHAT_FIELDS: Final = (
     "continue_final_message",
     "priority",
     "lora_path",
-    "cache_salt",
 )
 _COMPLETION_FIELDS: Final = (
     "prompt",
@@ -55,8 +57,8 @@ _COMPLETION_FIELDS: Final = (
     "response_format",
     "priority",
     "lora_path",
-    "cache_salt",
 )
+_MEDIA: Final = frozenset({"image_url", "input_image", "video_url", "audio_url", "input_audio", "file"})
 _MUTATED: Final = frozenset({"tools", "response_format", "chat_template_kwargs"})
 """Fields that SGLang changes in place."""
 
@@ -87,6 +89,7 @@ class Serving:
         stand_in = PassThrough(self._manager)
         self.chat = self._manager.serving_chat_class(stand_in, engine.template_manager)
         self.completion = OpenAIServingCompletion(stand_in, engine.template_manager)
+        self._trusts_templates = bool(getattr(engine.server_args, "trust_request_chat_template", False))
 
     @property
     def has_chat_template(self) -> bool:
@@ -105,6 +108,8 @@ class Serving:
             NotSupported: It holds what the model cannot take.
         """
         handler = self.chat if isinstance(request, ChatRequest) else self.completion
+        if isinstance(request, ChatRequest):
+            self._refuse(request)
         openai = _parse(_model_type(request), _fields(request))
         openai.model = "default"  # A colon in the name would be read as `base:adapter`.
         try:
@@ -119,16 +124,38 @@ class Serving:
             converted, openai = await loop.run_in_executor(
                 None, handler._convert_to_internal_request, openai, None
             )
-            if converted.contains_mm_input():
-                raise NotSupported("images, audio and video are not supported", param=_prompt_field(request))
             if converted.input_ids is None:
-                converted.input_ids, _ = await self._manager._tokenize_texts(converted.text, False)
-        except NotSupported:
-            raise
+                converted.input_ids = await self._tokenize(converted.text)
         except Exception as error:  # a template and a tokenizer may raise anything
             raise _refused(error, request) from error
         openai.model = self._manager.served_model_name
         return converted, openai
+
+    async def _tokenize(self, text: str) -> list[int]:
+        """Tokenises a prompt as the tokenizer manager would, a long one off the loop."""
+        tokenizing = self._manager._tokenize_texts(text, False)
+        if len(text) < LONG_CHARS or self._manager.async_dynamic_batch_tokenizer is not None:
+            token_ids, _ = await tokenizing
+        else:
+            # Without the batching tokenizer there is nothing in it to wait for.
+            loop = asyncio.get_running_loop()
+            token_ids, _ = await loop.run_in_executor(None, asyncio.run, tokenizing)
+        return list(token_ids)
+
+    def _refuse(self, request: ChatRequest) -> None:
+        """What some version of SGLang would take, or name otherwise."""
+        template = (request.chat_template_kwargs or {}).get("chat_template")
+        if template is not None and not self._trusts_templates:
+            raise InvalidRequest(
+                "chat_template_kwargs.chat_template is not allowed: a template is code",
+                param="chat_template_kwargs.chat_template",
+            )
+        for i, message in enumerate(request.messages):
+            content = message.get("content")
+            for part in content if isinstance(content, list) else ():
+                if part.get("type") in _MEDIA:
+                    param = f"messages[{i}].content"
+                    raise NotSupported("images, audio and video are not supported", param=param)
 
 
 def _fields(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
@@ -204,9 +231,7 @@ def _path(location: tuple[str | int, ...]) -> str:
     return path
 
 
-def _problem(problem: str, request: ChatRequest | CompletionRequest) -> InvalidRequest | NotSupported:
-    if "only supports text input" in problem:
-        return NotSupported("the model takes text only", param="messages")
+def _problem(problem: str, request: ChatRequest | CompletionRequest) -> InvalidRequest:
     text = safe(problem, request.messages if isinstance(request, ChatRequest) else request.prompt)
     return InvalidRequest(text or "SGLang refused the request")
 
