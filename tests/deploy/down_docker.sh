@@ -8,16 +8,18 @@ pidfile=$state/dockerd.pid
 say() { printf 'down_docker: %s\n' "$*" >&2; }
 
 if [[ -s $pidfile ]] && pid=$(<"$pidfile") && [[ $(ps -o comm= -p "$pid") == dockerd ]]; then
-    mapfile -t running < <(docker ps --quiet)
-    ((${#running[@]})) && docker stop --time 60 "${running[@]}" >/dev/null
+    # A daemon that hangs is ended all the same.
+    mapfile -t running < <(timeout 30 docker ps --quiet)
+    ((${#running[@]})) && timeout 120 docker stop --time 60 "${running[@]}" >/dev/null
     kill "$pid"
     for ((tries = 0; tries < 120; tries++)); do
         kill -0 "$pid" 2>/dev/null || break
         sleep 0.5
     done
     if kill -0 "$pid" 2>/dev/null; then
-        say "dockerd ($pid) did not stop within a minute"
-        exit 1
+        say "dockerd ($pid) did not stop within a minute; killing it and what it runs"
+        mapfile -t below < <(pgrep -f -- "$state/exec/containerd/")
+        kill -KILL "$pid" "${below[@]}"
     fi
     say "dockerd ended"
 else
