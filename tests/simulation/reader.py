@@ -1,0 +1,91 @@
+"""Somebody who reads an answer as a client does, and what the stored result says it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from schemas import headers
+from schemas.answers import TokenAnswer, TokenChunk
+from tests.simulation.jobs import Submission
+from tests.support.simulated import SUBJECTS, Server
+from workers.bus.interface import Stored
+from workers.bus.layout import RESULTS, STREAM
+from workers.client.assembler import Assembler, Event, Restarted
+from workers.client.jobs import Job
+from workers.client.messages import read, read_result, submission
+
+
+class Reader:
+    """Somebody who reads a job's answer, by the rules of `workers.client.durable`."""
+
+    def __init__(self, server: Server, job: Submission) -> None:
+        self._server = server
+        self._client = Job(id=job.key.job, owner=job.key.owner, submission=job.sequence)
+        self._subject = job.reply
+        self.assembler = Assembler()
+        self.seen: dict[int, list[Any]] = {}
+        self.reasons: dict[int, Any] = {}
+
+    def take(self, message: Stored) -> None:
+        """A message of the stream arrives."""
+        named = submission(message.headers)
+        if named is not None and named != self._client.submission:
+            return
+        found = read(message.data, message.headers)
+        if found is not None:
+            self._show(self.assembler.take(found))
+
+    def look(self) -> None:
+        """Reads what is stored."""
+        for message in self._server.read(STREAM, self._subject):
+            self.take(message)
+        if self.assembler.outcome is None:
+            stored = self._server.last(RESULTS, SUBJECTS.result(self._client.owner, self._client.id))
+            if stored is not None and self._client.answered_by(stored.headers):
+                self._show(self.assembler.finish(read_result(stored.data, stored.headers)))
+
+    def _show(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, Restarted):
+                self.seen, self.reasons = {}, {}
+            elif isinstance(event, TokenChunk):
+                self.seen.setdefault(event.index, []).extend(event.token_ids)
+                self._reason(event.index, event.finish_reason)
+            else:
+                for choice in event["choices"]:
+                    text = (choice.get("delta") or choice).get("content") or choice.get("text") or ""
+                    self.seen.setdefault(choice["index"], []).extend(text)
+                    self._reason(choice["index"], choice.get("finish_reason"))
+
+    def _reason(self, index: int, reason: str | None) -> None:
+        if reason is not None:
+            self.reasons[index] = reason
+
+
+def told(result: Stored) -> tuple[dict[int, list[Any]], dict[int, Any]]:
+    """What a stored result says: tokens or characters of every choice, and how it ended."""
+    answer = read_result(result.data, result.headers).answer
+    if answer is None:
+        return {}, {}
+    if isinstance(answer, TokenAnswer):
+        return (
+            {choice.index: list(choice.token_ids) for choice in answer.choices},
+            {choice.index: choice.finish_reason for choice in answer.choices},
+        )
+    texts = {
+        c["index"]: list((c.get("message") or c).get("content") or c.get("text") or "")
+        for c in answer["choices"]
+    }
+    return texts, {choice["index"]: choice["finish_reason"] for choice in answer["choices"]}
+
+
+def agrees(reader: Reader, result: Stored) -> bool:
+    """Whether a reader saw what the result says, and that once."""
+    outcome = reader.assembler.outcome
+    assert outcome is not None
+    if outcome.status != result.headers[headers.STATUS]:
+        return False
+    if outcome.status != "ok":
+        return True
+    texts, reasons = told(result)
+    return reader.seen == texts and reader.reasons == reasons

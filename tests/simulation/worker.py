@@ -1,0 +1,192 @@
+"""One worker process: the product's own objects, put together as `workers.roles.decode` does it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Final
+
+from schemas import headers
+from schemas.errors import Draining
+from schemas.subjects import JobClass
+from tests.simulation.jobs import KILLER, KILLS_AFTER, script
+from tests.simulation.taking import Heartbeats, SimulatedDelivery, SimulatedQueue
+from tests.support.simulated import SUBJECTS, Connection
+from tests.support.virtual import Loop
+from workers.bus.interface import Delivery
+from workers.engine.interface import Delta, Leg
+from workers.engine.scripted import ScriptedEngine
+from workers.jobs.attempt import Attempts, Work
+from workers.jobs.cancel import Cancels
+from workers.jobs.delivery import Deliveries
+from workers.jobs.reply import Served
+from workers.jobs.retry import RetryPolicy
+from workers.pairing.legs import Alone
+from workers.roles.answering import Answering
+from workers.roles.intake import JobIntake, Tasks
+from workers.roles.program import finished_within
+from workers.roles.slots import Slots
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+WEIGHTS: Final[Mapping[JobClass, int]] = {"interactive": 4, "batch": 1}
+DEAF: Final = 30.0
+"""Seconds within which a worker that is well has heard of a cancel, however slow the network is."""
+
+
+class _Watched(Deliveries):
+    """The product's; drops a delivery that was not ended, which over NATS is the garbage collector's work."""
+
+    open: dict[tuple[int, int], SimulatedDelivery]
+
+    async def handle(self, delivery: Delivery) -> None:
+        assert isinstance(delivery, SimulatedDelivery)
+        place = (delivery.message.sequence, delivery.attempt)
+        self.open[place] = delivery
+        try:
+            await super().handle(delivery)
+        finally:
+            delivery.drop()
+            del self.open[place]
+
+
+class Worker:
+    """One worker process.
+
+    Attributes:
+        state: `up`, `draining`, `gone` (in good order) or `dead`.
+        over: When its grace period was over: nothing begins after that.
+    """
+
+    def __init__(self, world: World, number: int) -> None:
+        self.world = world
+        self.number = number
+        self.name = f"w{number}"
+        self.loop = Loop(world.time)
+        self.state = "up"
+        self.over: float | None = None
+        self.connection = Connection(
+            world.server,
+            self.loop,
+            latency=world.latency,
+            buffering=world.buffering,
+            max_payload=world.max_payload,
+        )
+        self.connection.sending = self._sending
+        self.engine = ScriptedEngine(script(number), now=lambda: world.time.now, identity=lambda: self.name)
+        self._alone = Alone(self.engine)
+        self._answer = Answering(self.engine, self._run)
+        self.attempts = Attempts(self.connection, self._begin, worker=self.name, now=world.time.wall)
+        self._cancels = cancels = Cancels(self.connection, self.attempts.scopes, SUBJECTS)
+        self.connection.on_cancel = cancels.arrived
+        self.connection.listeners.append(self._connection_changed)
+        self.deliveries = _Watched(
+            self.connection,
+            self.attempts,
+            cancels,
+            subjects=SUBJECTS,
+            policy=RetryPolicy(attempts=world.attempts, jitter=0.0),
+            replies=("_INBOX.",),
+            worker=self.name,
+            clock=self.loop.time,
+        )
+        self.deliveries.open = {}
+        self.signs = Heartbeats(self.connection, ack_wait=world.server.ack_wait)
+        self.queue = SimulatedQueue(self.connection, self.signs, WEIGHTS)
+        self.slots = Slots(world.slots, live_share=0.0)
+        self.tasks = Tasks()
+        self.intake = JobIntake(self.queue, self.deliveries, self.tasks, self.slots)
+        self._running = [self.loop.create_task(self.intake.run()), self.loop.create_task(self.signs.run())]
+        self.hurry = asyncio.Event()
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has nothing to do."""
+        return not len(self.tasks) and not self.queue.held and not self.deliveries.open
+
+    def drain(self, grace: float) -> None:
+        """As on SIGTERM."""
+        if self.state == "up":
+            self.state = "draining"
+            self._running.append(self.loop.create_task(self._drain(grace)))
+        elif self.state == "draining":
+            self.loop.call_soon(self.hurry.set)
+
+    def stall(self, seconds: float) -> None:
+        """Stands still."""
+        if self.state in ("up", "draining"):
+            self.loop.frozen = True
+            self.world.time.after(seconds, self.resume)
+
+    def resume(self) -> None:
+        """Goes on, whether or not it should have stood still for longer."""
+        if self.state in ("up", "draining") and self.loop.frozen:
+            self.loop.frozen = False
+            self.connection.undisturbed = self.world.time.now
+
+    def crash(self, *, lost: bool = False) -> None:
+        """As by SIGKILL, or by the loss of its machine, with what was on its way."""
+        if self.state in ("up", "draining"):
+            self.state = "dead"
+            self._end(lost=lost)
+
+    def _end(self, *, lost: bool) -> None:
+        self.connection.close(lost=lost)
+        self.loop.end()
+
+    async def _drain(self, grace: float) -> None:
+        """As `workers.roles.decode.Decode.drain`."""
+        await self.intake.drain()
+        await self._running[0]
+        if not await finished_within(self.tasks.settled(), grace=grace, hurry=self.hurry):
+            self.over = self.world.time.now
+            self.attempts.scopes.end_all(Draining("this worker is shutting down"))
+            await self.tasks.settled()
+        with contextlib.suppress(Exception):
+            await self.connection.flush()
+        self.world.time.at(self.world.time.now, self._gone)
+
+    def _gone(self) -> None:
+        if self.state == "draining":
+            self.world.check_at_rest(self)
+            self.state = "gone"
+            self._end(lost=False)
+
+    def _connection_changed(self, up: bool) -> None:
+        """As `workers.roles.decode.Decode`."""
+        if up:
+            self.tasks.start(self._cancels.catch_up())
+
+    async def _begin(self, work: Work) -> bytes:
+        self.world.began(self, work)
+        return await self._answer(work)
+
+    async def _run(self, leg: Leg, job: str, served: Served) -> AsyncGenerator[Delta, None]:
+        told = 0
+        async with aclosing(self._alone(leg, job, served)) as deltas:
+            async for delta in deltas:
+                if leg.options.get("user") == KILLER and told == KILLS_AFTER:
+                    self.world.time.at(self.world.time.now, lambda: self.world.killed(self))
+                    await asyncio.Event().wait()
+                told += 1
+                yield delta
+
+    def _sending(self, subject: str, data: bytes, found: Mapping[str, str]) -> None:
+        """Whatever is said of a job must be said by one who has it, as far as he can know."""
+        if headers.SUBMISSION not in found:
+            return
+        world, number, attempt = self.world, int(found[headers.SUBMISSION]), int(found[headers.ATTEMPT])
+        delivery = self.deliveries.open.get((number, attempt))
+        if delivery is None or delivery.ended or delivery.out_of_touch:
+            world.wrong(f"{self.name} speaks of {number}, attempt {attempt}, which it does not hold any more")
+        elif world.server.deliveries[number] > attempt and delivery.epoch == self.connection.epoch:
+            # A sign of life may be lost with the connection, and its sender does not know.
+            world.wrong(f"{self.name} speaks of {number}, attempt {attempt}, which was delivered again")
+        deaf = world.time.now - DEAF
+        if b'"seq":' in data and self.connection.undisturbed < deaf:
+            job = world.submissions[number]
+            if any(cancel.aims_at(job) and cancel.time < deaf for cancel in world.cancels):
+                world.wrong(f"{self.name} goes on with {number}, which was cancelled")
