@@ -27,8 +27,8 @@ else
 fi
 
 if [[ ${1:-} == --purge ]]; then
-    # The network namespace of containers on the host's network stays mounted.
-    awk -v below="$state/" 'index($2, below) == 1 { print $2 }' /proc/mounts | xargs -r umount
+    # Network namespaces stay mounted, and after a crash file systems too; the innermost first.
+    awk -v below="$state/" 'index($2, below) == 1 { print $2 }' /proc/mounts | sort -r | xargs -r umount
     rm -rf "$state"
     say "removed $state"
 fi
