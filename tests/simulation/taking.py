@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Final
 
 from schemas.errors import BusUnavailable, Draining
@@ -50,12 +49,13 @@ class SimulatedDelivery:
 
     async def ack(self) -> None:
         """See `Delivery`."""
-        await self._end(lambda repeated: self._connection.server.ack(self.message.sequence))
+        server, sequence = self._connection.server, self.message.sequence
+        await self._end(lambda: server.ack(sequence))
 
     async def nak(self, delay: float) -> None:
         """See `Delivery`."""
         server, sequence = self._connection.server, self.message.sequence
-        await self._end(lambda repeated: server.nak(sequence, self.attempt, delay, repeated=repeated))
+        await self._end(lambda: server.nak(sequence, self.attempt, delay), tries=1)
 
     async def term(self, reason: str) -> None:
         """See `Delivery`."""
@@ -77,15 +77,15 @@ class SimulatedDelivery:
         """No more signs of life."""
         self._signs.open.pop(id(self), None)
 
-    async def _end(self, action: Callable[[bool], None]) -> None:
+    async def _end(self, action: Callable[[], None], *, tries: int = ACK_TRIES) -> None:
         self.ended = True
         try:
-            for attempt in range(ACK_TRIES):
+            for left in reversed(range(tries)):
                 try:
-                    await self._connection.request(partial(action, attempt > 0), timeout=ACK_TIMEOUT)
+                    await self._connection.request(action, timeout=ACK_TIMEOUT)
                     return
                 except BusUnavailable:
-                    if attempt + 1 == ACK_TRIES:
+                    if not left:
                         raise
         finally:
             self.drop()

@@ -1,13 +1,78 @@
-"""The delivery contract under whatever may happen, in virtual time."""
+"""The delivery contract under whatever may happen, in virtual time.
+
+`SIMULATION_RUNS` says how many courses of events are tried: some whenever the suite runs, thousands on demand.
+A failure tells the shortest one that was found, as a `Plan` that can be run again, and what happened in it.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from typing import Final
+
+import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from tests.simulation.plans import PLANS, Plan
+from tests.simulation.plans import PLANS, Crash, Cut, Plan, Stall, Submit, Wait
+from tests.simulation.worker import WEIGHTS
+from tests.simulation.world import World, watched
+from workers.bus.interface import Stored
+
+RUNS: Final = int(os.environ.get("SIMULATION_RUNS", "100"))
+explored = settings(
+    max_examples=RUNS, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+pytestmark = pytest.mark.timeout(120 + RUNS)
 
 
-@settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+@explored
 @given(PLANS)
 def test_every_accepted_job_ends_once_whatever_happens(plan: Plan) -> None:
     plan.run()
+
+
+def test_a_plan_is_the_same_course_of_events_every_time() -> None:
+    plan = Plan(
+        [Submit(name="long"), Submit(1, "flaky", "chat"), Wait(3.0), Stall(), Cut(1), Wait(45.0), Crash()],
+        seed=7,
+        workers=3,
+    )
+    assert plan.run().trace == plan.run().trace
+
+
+@settings(explored, max_examples=max(RUNS // 10, 10))
+@given(st.integers(0, 2**16), st.integers(1, 3), st.integers(1, 2))
+def test_no_class_waits_for_ever_a11(seed: int, workers: int, slots: int) -> None:
+    world = World(seed=seed, workers=workers, slots=slots)
+    passed = _endless(world, "interactive")
+    try:
+        with watched(world.wrong):
+            for _ in range(3 * workers * slots):
+                world.submit(len(world.submissions), "quick", job_class="interactive")
+            world.time.run(20.0)
+            waiting = world.submit(len(world.submissions), "quick", job_class="batch")
+            assert waiting is not None
+            before = passed()
+            world.time.run(60.0, until=lambda: world.runs[waiting.sequence] > 0)
+            # Every worker gives the lighter class one turn of so many; others may be under way already.
+            assert passed() - before <= workers * (sum(WEIGHTS.values()) + slots)
+            assert world.runs[waiting.sequence] == 1
+    finally:
+        world.close()
+    assert not world.problems
+
+
+def _endless(world: World, job_class: str) -> Callable[[], int]:
+    """Submits another job whenever one of a class is done; tells how many were."""
+    done: list[int] = []
+    removed = world.server.removed
+
+    def again(job: Stored) -> None:
+        removed(job)
+        if f".{job_class}." in job.subject:
+            done.append(job.sequence)
+            world.submit(len(world.submissions), "quick", job_class="interactive")
+
+    world.server.removed = again
+    return lambda: len(done)

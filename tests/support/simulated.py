@@ -191,7 +191,7 @@ class Server:
         self.streams[JOBS].remove(message)
         self.removed(message)
 
-    def nak(self, sequence: int, attempt: int, delay: float, *, repeated: bool) -> None:
+    def nak(self, sequence: int, attempt: int, delay: float) -> None:
         """Delivers a job again after a delay, whoever says so."""
         message = self.streams[JOBS].messages.get(sequence)
         if message is None:
@@ -200,7 +200,7 @@ class Server:
         out = consumer.out.get(sequence)
         if out is None or out.queued:
             return
-        if attempt != self.deliveries[sequence] and not repeated:
+        if attempt != self.deliveries[sequence]:
             self.disturbed.append((sequence, attempt, self.deliveries[sequence]))
         self._expire_at(consumer, sequence, self.time.now + delay)
 
