@@ -1,6 +1,6 @@
 """The delivery contract under whatever may happen, in virtual time.
 
-`SIMULATION_RUNS` says how many courses of events are tried: some whenever the suite runs, thousands on demand.
+`SIMULATION_RUNS` says how many courses of events are tried: some in the suite, thousands on demand.
 A failure tells the shortest one that was found, as a `Plan` that can be run again, and what happened in it.
 """
 
