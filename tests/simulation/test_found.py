@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from schemas.errors import BusUnavailable
 from tests.simulation.plans import CancelJob, Cut, Drain, Plan, Stall, Submit, Wait
+from tests.support.virtual import EPOCH
+from workers.bus.delivery import ACK_TRIES, AckSubject, Heartbeats, NatsDelivery
+from workers.bus.message import Message
 
 FOUND = {
     # The result of the first one, stored meanwhile, kept the second one from having its own.
@@ -49,3 +55,26 @@ FOUND = {
 @pytest.mark.parametrize("plan", FOUND.values(), ids=FOUND)
 def test_it_is_not_so_any_more(plan: Plan) -> None:
     plan.run()
+
+
+class _Silent:
+    """A bus that never answers."""
+
+    def __init__(self) -> None:
+        self.asked: list[bytes] = []
+
+    async def request(self, subject: str, data: bytes, **_: Any) -> None:
+        self.asked.append(data)
+        raise BusUnavailable("no answer")
+
+
+@pytest.mark.parametrize(("end", "times"), [("nak", 1), ("ack", ACK_TRIES)])
+async def test_a_job_is_asked_back_once_since_a_second_nak_would_hit_its_next_owner(
+    end: str, times: int
+) -> None:
+    bus: Any = _Silent()
+    ack = AckSubject(stream="S", consumer="C", attempt=1, sequence=1, time=EPOCH)
+    delivery = NatsDelivery(bus, Message("s", b"", {}, "r"), ack, Heartbeats(bus, 30.0))
+    with pytest.raises(BusUnavailable):
+        await (delivery.nak(1.0) if end == "nak" else delivery.ack())
+    assert len(bus.asked) == times

@@ -56,7 +56,7 @@ class NatsDelivery:
     """Implements `Delivery`.
 
     Its ends are asked for an answer (`ack_sync`), since a plain acknowledgement that is lost means the job
-    runs again; they are tried more than once, which the server takes as one.
+    runs again; those for good are tried more than once, which the server takes as one.
     """
 
     def __init__(
@@ -102,7 +102,9 @@ class NatsDelivery:
         """See `Delivery`. Without a delay it comes back within a millisecond (trial A5)."""
         # Rounded up to what the server can tell from none.
         body = {"delay": round(delay * NANO)}
-        await self._end(b"-NAK " + msgspec.json.encode(body) if delay > 0 else b"-NAK")
+        # Once: the server looks at the job and not at the delivery (processNak), so that a second one, whose
+        # first was only slow, would take the job from its next owner. One that is lost costs the ack wait.
+        await self._end(b"-NAK " + msgspec.json.encode(body) if delay > 0 else b"-NAK", tries=1)
 
     async def term(self, reason: str) -> None:
         """See `Delivery`. nats-py's `term` cannot tell a reason."""
@@ -120,10 +122,10 @@ class NatsDelivery:
         self._seen = time.monotonic()
         self._bus.send(self._reply, b"+WPI")
 
-    async def _end(self, body: bytes) -> None:
+    async def _end(self, body: bytes, *, tries: int = ACK_TRIES) -> None:
         problem: BusUnavailable | None = None
         try:
-            for _ in range(ACK_TRIES):
+            for _ in range(tries):
                 try:
                     await self._bus.request(self._reply, body, timeout=ACK_TIMEOUT)
                 except NoResponders as error:
