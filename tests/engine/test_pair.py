@@ -88,6 +88,15 @@ def test_the_pair_announces_what_pairing_needs(prefill: RemoteEngine, decode: Re
     assert set(decode.info.kinds) == {"tokens", "chat", "completions"}
 
 
+async def test_each_engine_of_the_pair_answers_for_its_own_health(
+    prefill: RemoteEngine, decode: RemoteEngine
+) -> None:
+    assert await prefill.healthy(fresh=0)
+    assert await decode.healthy(fresh=0)
+    await idle(prefill)
+    await idle(decode)
+
+
 @pytest.mark.parametrize("kind", ["tokens", "chat", "completions"])
 async def test_a_greedy_request_gives_the_same_tokens_from_the_pair_from_one_engine_and_from_sglang(
     engine: RemoteEngine, prefill: RemoteEngine, decode: RemoteEngine, kind: Kind

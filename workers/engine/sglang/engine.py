@@ -10,6 +10,7 @@ from schemas.requests import AnyRequest
 from workers.engine.interface import Delta, EngineInfo, EngineLoad, Leg, Prompt
 from workers.engine.sglang import bootstrap, describe, health, launch, options, version
 from workers.engine.sglang.calls import Calls
+from workers.engine.sglang.errors import LaunchFailed
 from workers.engine.sglang.preparing import Preparer
 from workers.engine.sglang.serving import Serving
 
@@ -64,10 +65,15 @@ class SGLangEngine:
             manager = engine.tokenizer_manager
             if chosen.bootstrap is not None:
                 await bootstrap.wait_ready(manager, chosen.bootstrap)
+            # What the first request would otherwise wait for; and a worker that is announced works.
+            await health.probe(manager, role, within=health.FIRST_SECONDS)
             answers = role != "prefill" and manager.tokenizer is not None
             serving = Serving(engine) if answers else None
             info = await describe.describe(engine, chosen, found, serving)
             preparer = Preparer(manager, role=role, bounds=describe.bounds(engine), serving=serving)
+        except TimeoutError:
+            launch.stop(engine)
+            raise LaunchFailed("the engine started, but computes nothing") from None
         except BaseException:
             launch.stop(engine)
             raise

@@ -17,6 +17,9 @@ FRESH_SECONDS: Final = 10.0
 
 PROBE_SECONDS: Final = 10.0
 
+FIRST_SECONDS: Final = 300.0
+"""For the first token of all, for which a GPU may have to compile kernels."""
+
 
 async def healthy(engine: Any, role: Role, *, fresh: float = FRESH_SECONDS) -> bool:
     """Whether its processes live, and its scheduler answers."""
@@ -27,14 +30,22 @@ async def healthy(engine: Any, role: Role, *, fresh: float = FRESH_SECONDS) -> b
     if asked - manager.last_receive_tstamp < fresh:
         return True
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(PROBE_SECONDS):
-            await _probe(manager, role)
+        await probe(manager, role, within=PROBE_SECONDS)
     # Anything heard since is proof enough; a busy scheduler passes probes over.
     return bool(manager.last_receive_tstamp >= asked)
 
 
-async def _probe(manager: Any, role: Role) -> None:
-    """One token, as SGLang's own health check asks for it: without a peer where there should be one."""
+async def probe(manager: Any, role: Role, *, within: float) -> None:
+    """Has the engine compute one token, as SGLang's own health check does: without a peer in a pair.
+
+    Raises:
+        TimeoutError: It took longer.
+    """
+    async with asyncio.timeout(within):
+        await _one_token(manager, role)
+
+
+async def _one_token(manager: Any, role: Role) -> None:
     from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
     from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
     from sglang.srt.managers.io_struct import GenerateReqInput
