@@ -54,6 +54,9 @@ class SimulatedDelivery:
 
     async def nak(self, delay: float) -> None:
         """See `Delivery`."""
+        if self.stale:
+            self.drop()
+            return
         server, sequence = self._connection.server, self.message.sequence
         await self._end(lambda: server.nak(sequence, self.attempt, delay), tries=1)
 

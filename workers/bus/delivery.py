@@ -100,6 +100,10 @@ class NatsDelivery:
 
     async def nak(self, delay: float) -> None:
         """See `Delivery`. Without a delay it comes back within a millisecond (trial A5)."""
+        if self.stale:
+            # It is another's by now, from whom this would take it.
+            self._heartbeats.discard(self)
+            return
         # Rounded up to what the server can tell from none.
         body = {"delay": round(delay * NANO)}
         # Once: the server looks at the job and not at the delivery (processNak), so that a second one, whose

@@ -122,6 +122,10 @@ class Deliveries:
             await delivery.ack()
             log.info("job.acknowledged", reason="its result is stored", **facts(job))
             return
+        if delivery.stale:
+            # It waited for its turn while NATS was away, and was given to somebody else.
+            log.warning("job.left", reason="another worker may have taken it over", **facts(job))
+            return
         expect = 0 if previous is None else previous.sequence
         if job.attempt > self._policy.attempts:
             error = AttemptsExhausted(f"{job.attempt - 1} attempts ended without an answer")
