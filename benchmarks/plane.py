@@ -8,22 +8,24 @@ worker and server set the pace, and the Python client, as a program would use it
 from __future__ import annotations
 
 import asyncio
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import msgspec
 from rich.console import Console
 
-from benchmarks import machine, report
+from benchmarks import echo, machine, report
 from benchmarks.load import Tally, Wire, encode
 from benchmarks.machine import Watch
 from benchmarks.report import Aim, Report, Spread
 from schemas.subjects import Subjects
 from workers.client import Client
 from workers.stack.local import LocalStack
+from workers.stack.processes import spawn
 
 MODEL: Final = "scripted"
 STREAMS: Final = (1, 32, 256)
@@ -36,6 +38,8 @@ PAUSE: Final = 0.005
 
 Listener = Literal["socket", "client"]
 LISTENERS: Final[tuple[Listener, ...]] = ("socket", "client")
+
+Responder = Literal["worker", "nats-py"]
 
 _SCRIPT: Final = """
 tokenizer = false
@@ -92,12 +96,22 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
 class First(msgspec.Struct, frozen=True, kw_only=True):
     """One reading of the time from publishing a request to its first chunk, in seconds."""
 
+    answered_by: Responder
     requests: int
     p50: float
     p99: float
     low: float
     others: float
     stolen: float
+
+
+class FirstRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the summary of first chunks, in seconds."""
+
+    answered_by: Responder
+    p50: Spread
+    p99: Spread
+    low: Spread
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,12 +140,12 @@ async def measure(console: Console, *, quick: bool) -> Report:
                 console.print(f"plane: worker and server are up, {pace}", style="dim")
                 await bench.warm()
                 if pace == "step":
-                    firsts = [await bench.first(size.firsts) for _ in range(size.repeats)]
+                    firsts = await bench.firsts(size)
                 for number in range(size.repeats):
                     console.print(f"plane: {pace}, reading {number + 1} of {size.repeats}", style="dim")
                     readings += [await bench.read(*each, size) for each in _order()]
     rows = list(_summary(readings))
-    first = {name: Spread.of([getattr(each, name) for each in firsts]) for name in ("p50", "p99", "low")}
+    first = [_first(responder, firsts) for responder in get_args(Responder)]
     return Report(
         name="plane",
         quick=quick,
@@ -141,8 +155,8 @@ async def measure(console: Console, *, quick: bool) -> Report:
         machine=machine.Machine.here(),
         load_before=load_before,
         setup={"size": size, "deltas_in_one_go": _BURSTS, "pause": PAUSE, "kind": "tokens"},
-        summary=[*rows, {"first_chunk_seconds": first}],
-        aims=list(_aims(rows, first)),
+        summary=[*rows, *first],
+        aims=list(_aims(rows, first[0])),
         readings=[*readings, *firsts],
     )
 
@@ -163,11 +177,16 @@ def show(console: Console, found: Report) -> None:
         title = f"message plane, {pace}: median ±furthest; µs of CPU a chunk"
         columns = ("streams", "chunks/s", "worker", "server", "listener")
         console.print(report.table(title, columns, lines))
-    first = found.summary[-1]["first_chunk_seconds"]
-    line = [first[name].show(lambda value: f"{value * 1e3:.3f}") for name in ("p50", "p99", "low")]
-    console.print(
-        report.table("first chunk, one stream, idle", ("", "p50 ms", "p99 ms", "best ms"), [("", *line)])
-    )
+    lines = [
+        (
+            row.answered_by,
+            *(each.show(lambda value: f"{value * 1e3:.3f}") for each in (row.p50, row.p99, row.low)),
+        )
+        for row in found.summary
+        if isinstance(row, FirstRow)
+    ]
+    title = "first chunk, one stream, idle"
+    console.print(report.table(title, ("answered by", "p50 ms", "p99 ms", "best ms"), lines))
 
 
 class _Bench:
@@ -183,17 +202,35 @@ class _Bench:
         await self._socket(32, 6400)
         await self._client(32, 3200)
 
-    async def first(self, requests: int) -> First:
-        """The first chunk's time."""
+    async def firsts(self, size: Size) -> list[First]:
+        """The first chunk's time, from the worker and from nats-py alone, in turns."""
+        readings: list[First] = []
+        with tempfile.TemporaryDirectory(prefix="inferbus-bench-") as folder:
+            log = Path(folder, "echo.log")
 
+            async def listening() -> bool:
+                return "listening" in await asyncio.to_thread(log.read_text)
+
+            child = await spawn("echo", [sys.executable, "-m", "benchmarks.echo", self._url], log=log)
+            try:
+                await child.until(listening, timeout=30)
+                for _ in range(size.repeats):
+                    readings.append(await self._first("worker", self._subject, size.firsts))
+                    readings.append(await self._first("nats-py", echo.SUBJECT, size.firsts))
+            finally:
+                await child.stop()
+        return readings
+
+    async def _first(self, responder: Responder, subject: str, requests: int) -> First:
         def run() -> Tally:
             with Wire(self._url) as wire:
-                return wire.run(self._subject, [_body(1)] * requests, pause=PAUSE)
+                return wire.run(subject, [_body(1)] * requests, pause=PAUSE)
 
         with self._watch() as watch:
             tally = await asyncio.to_thread(run)
         ordered = sorted(tally.first)
         return First(
+            answered_by=responder,
             requests=requests,
             p50=ordered[len(ordered) // 2],
             p99=ordered[int(len(ordered) * 0.99)],
@@ -284,7 +321,17 @@ def _summary(readings: list[Reading]) -> Iterator[Row]:
             )
 
 
-def _aims(rows: list[Row], first: dict[str, Spread]) -> Iterator[Aim]:
+def _first(responder: Responder, readings: list[First]) -> FirstRow:
+    mine = [each for each in readings if each.answered_by == responder]
+    return FirstRow(
+        answered_by=responder,
+        p50=Spread.of([each.p50 for each in mine]),
+        p99=Spread.of([each.p99 for each in mine]),
+        low=Spread.of([each.low for each in mine]),
+    )
+
+
+def _aims(rows: list[Row], first: FirstRow) -> Iterator[Aim]:
     for row in rows:
         if row.listener == "socket" and row.pace == "burst" and row.streams > 1:
             found = row.chunks_per_second.median
@@ -294,7 +341,7 @@ def _aims(rows: list[Row], first: dict[str, Spread]) -> Iterator[Aim]:
                 found=f"{found:,.0f}",
                 met=found >= WANTED_CHUNKS,
             )
-    median = first["p50"].median
+    median = first.p50.median
     yield Aim(
         what="first chunk, median",
         wanted=f"within {WANTED_FIRST * 1e3:g} ms",

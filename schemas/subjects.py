@@ -27,7 +27,7 @@ LIVE_OWNER: Final = "live"
 
 _SAFE: Final = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
 _TOKEN: Final = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+")
-_PREFIX_TOKEN: Final = re.compile(r"[A-Za-z0-9_-]+")
+_PLAIN: Final = re.compile(r"[A-Za-z0-9_-]+")
 _REPLY_TOKEN: Final = re.compile(r"[!-~]+")
 
 
@@ -45,6 +45,8 @@ def escape(name: str) -> str:
         raise InvalidSubject("a model name, owner or job id must be valid Unicode") from None
     if len(raw) > limits.SUBJECT_TOKEN_BYTES:
         raise InvalidSubject(f"a model name, owner or job id has at most {limits.SUBJECT_TOKEN_BYTES} bytes")
+    if _PLAIN.fullmatch(name):
+        return name
     return "".join(chr(byte) if byte in _SAFE else f"={byte:02X}" for byte in raw)
 
 
@@ -56,6 +58,8 @@ def unescape(token: str) -> str:
     """
     if not _TOKEN.fullmatch(token):
         raise InvalidSubject("a subject token is not in escaped form")
+    if _PLAIN.fullmatch(token):
+        return escape(token)
     try:
         name = re.sub(rb"=([0-9A-F]{2})", lambda m: bytes([int(m[1], 16)]), token.encode()).decode()
     except UnicodeDecodeError:
@@ -95,7 +99,7 @@ class Subjects(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if len(self.prefix) > limits.PREFIX_CHARS or not all(
-            _PREFIX_TOKEN.fullmatch(token) for token in self.prefix.split(".")
+            _PLAIN.fullmatch(token) for token in self.prefix.split(".")
         ):
             raise InvalidSubject(
                 f"the subject prefix must be tokens of letters, digits, '_' and '-', "

@@ -280,6 +280,37 @@ async def test_somebody_else_answers() -> None:
             )
 
 
+async def test_a_message_that_the_server_sends_after_an_unsubscription_arrives() -> None:
+    """A real server does so once in a thousand crossings; a job that came so would wait for the ack wait."""
+
+    async def late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'INFO {"server_id":"S","version":"2.15.0","headers":true,"max_payload":1048576}\r\n')
+        wanted = {}
+        owed = b""
+        while line := await reader.readline():
+            match line.split():
+                case [b"SUB", subject, sid]:
+                    wanted[sid] = subject
+                case [b"UNSUB", sid]:
+                    owed = b"MSG %b %b 4\r\nlate\r\n" % (wanted[sid], sid)
+                case [b"PING"]:
+                    writer.write(b"PONG\r\n" + owed)
+                    owed = b""
+        writer.close()
+
+    listener = await asyncio.start_server(late, "127.0.0.1", 0)
+    port = listener.sockets[0].getsockname()[1]
+    async with listener:
+        bus = await Bus.connect(BusSettings(urls=(f"nats://127.0.0.1:{port}",)), name="test")
+        try:
+            arrived: asyncio.Queue[Message] = asyncio.Queue()
+            subscription = await bus.subscribe("wanted", arrived.put_nowait)
+            await subscription.unsubscribe()
+            assert (await asyncio.wait_for(arrived.get(), 5)).data == b"late"
+        finally:
+            await bus.close()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

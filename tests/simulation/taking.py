@@ -10,7 +10,7 @@ from typing import Final
 from schemas.errors import BusUnavailable, Draining
 from schemas.subjects import JobClass
 from tests.support.simulated import Connection
-from workers.bus.delivery import ACK_TIMEOUT, ACK_TRIES, SUSPECT
+from workers.bus.delivery import ACK_TIMEOUT, ACK_TRIES, FORGOTTEN, SUSPECT
 from workers.bus.fairness import Fair
 from workers.bus.interface import Stored
 
@@ -46,6 +46,10 @@ class SimulatedDelivery:
     def out_of_touch(self) -> bool:
         """Whether its last sign of life is too long ago, as its owner can know."""
         return self._time.now - self.seen > self._signs.ack_wait
+
+    def cut_off(self) -> None:
+        """The server went away."""
+        self._stale = self._stale or self._time.now - self.received < FORGOTTEN
 
     async def ack(self) -> None:
         """See `Delivery`."""
@@ -103,6 +107,12 @@ class Heartbeats:
         self.suspect_until = 0.0
         self._connection = connection
         self._interval = ack_wait / 3 * 0.9
+        connection.listeners.append(self._changed)
+
+    def _changed(self, up: bool) -> None:
+        if not up:
+            for delivery in list(self.open.values()):
+                delivery.cut_off()
 
     async def run(self) -> None:
         """For ever."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final
 
 from schemas import headers
@@ -37,20 +38,24 @@ DEAF: Final = 30.0
 """Seconds within which a worker that is well has heard of a cancel, however slow the network is."""
 
 
+HANDLED: ContextVar[SimulatedDelivery] = ContextVar("HANDLED")
+"""The delivery on whose behalf something is done."""
+
+
 class _Watched(Deliveries):
     """The product's; drops a delivery that was not ended, which over NATS is the garbage collector's work."""
 
-    open: dict[tuple[int, int], SimulatedDelivery]
+    open: set[SimulatedDelivery]
 
     async def handle(self, delivery: Delivery) -> None:
         assert isinstance(delivery, SimulatedDelivery)
-        place = (delivery.message.sequence, delivery.attempt)
-        self.open[place] = delivery
+        self.open.add(delivery)
+        HANDLED.set(delivery)
         try:
             await super().handle(delivery)
         finally:
             delivery.drop()
-            del self.open[place]
+            self.open.remove(delivery)
 
 
 class Worker:
@@ -93,7 +98,7 @@ class Worker:
             worker=self.name,
             clock=self.loop.time,
         )
-        self.deliveries.open = {}
+        self.deliveries.open = set()
         self.signs = Heartbeats(self.connection, ack_wait=world.server.ack_wait)
         self.queue = SimulatedQueue(self.connection, self.signs, WEIGHTS)
         self.slots = Slots(world.slots, live_share=0.0)
@@ -179,10 +184,10 @@ class Worker:
         if headers.SUBMISSION not in found:
             return
         world, number, attempt = self.world, int(found[headers.SUBMISSION]), int(found[headers.ATTEMPT])
-        delivery = self.deliveries.open.get((number, attempt))
-        if delivery is None or delivery.ended or delivery.out_of_touch:
+        delivery = HANDLED.get()
+        if delivery not in self.deliveries.open or delivery.ended or delivery.out_of_touch:
             world.wrong(f"{self.name} speaks of {number}, attempt {attempt}, which it does not hold any more")
-        elif world.server.deliveries[number] > attempt and delivery.epoch == self.connection.epoch:
+        elif world.server.deliveries[number] > delivery.attempt and delivery.epoch == self.connection.epoch:
             # A sign of life may be lost with the connection, and its sender does not know.
             world.wrong(f"{self.name} speaks of {number}, attempt {attempt}, which was delivered again")
         deaf = world.time.now - DEAF

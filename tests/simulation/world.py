@@ -16,7 +16,7 @@ from schemas.errors import PayloadTooLarge
 from schemas.subjects import JobClass, JobKey
 from tests.simulation.jobs import SHAPES, Cancel, Submission, request
 from tests.simulation.reader import Reader, agrees, told
-from tests.simulation.worker import Worker
+from tests.simulation.worker import HANDLED, Worker
 from tests.support.simulated import SUBJECTS, Server
 from tests.support.virtual import Time
 from workers.bus.frames import publish_frame
@@ -41,6 +41,7 @@ class World:
 
     Args:
         seed: Of all that is left to chance: how long messages take; 0 for always the same.
+        calm: No message takes seconds.
         workers: How many there are at the start.
         slots: Of each.
         attempts: At a job.
@@ -52,6 +53,7 @@ class World:
         self,
         *,
         seed: int = 0,
+        calm: bool = False,
         workers: int = 2,
         slots: int = 1,
         attempts: int = 3,
@@ -67,6 +69,7 @@ class World:
         self.buffering = buffering
         self.max_payload = max_payload
         self._random = random.Random(seed) if seed else None
+        self._calm = calm
         self.problems: list[str] = []
         self.trace: list[tuple[float, str]] = []
         self.submissions: dict[int, Submission] = {}
@@ -82,7 +85,7 @@ class World:
         """Seconds that a message takes: a few milliseconds, and now and then some seconds."""
         if self._random is None:
             return 0.005
-        if self._random.random() < 0.005:
+        if not self._calm and self._random.random() < 0.005:
             return self._random.uniform(0.5, 8.0)
         return self._random.uniform(0.001, 0.03)
 
@@ -193,7 +196,7 @@ class World:
             self.wrong(f"{worker.name} begins {number} for the {attempt}th time")
         if job.deadline is not None and self.time.now >= job.deadline:
             self.wrong(f"{worker.name} begins {number} after its deadline")
-        taken = worker.deliveries.open[number, attempt].received
+        taken = HANDLED.get().received
         if any(cancel.aims_at(job) and cancel.time < taken for cancel in self.cancels):
             self.wrong(f"{worker.name} begins {number}, which had been cancelled when it took it")
 

@@ -28,6 +28,9 @@ SUBJECTS: Final = Subjects()
 TIMEOUT: Final = 5.0
 """Seconds that the server may take to answer, as `workers.bus.connection` has it."""
 
+UNWRITTEN: Final = 0.25
+"""Seconds after which a server has written down what it delivered."""
+
 PATTERNS: Final = {
     JOBS: "infer.jobs.*",
     STREAM: "infer.stream.*",
@@ -61,7 +64,8 @@ class _Stream:
 class _Open(msgspec.Struct):
     """A job that was delivered and not acknowledged."""
 
-    deadline: float
+    delivered: float
+    deadline: float = 0.0
     queued: bool = False
 
 
@@ -215,13 +219,26 @@ class Server:
             self._expire_at(consumer, sequence, self.time.now + self.ack_wait)
 
     def go_away(self, *, forget: int) -> None:
-        """Down; the newest `forget` chunks were not yet written."""
+        """Down; the newest `forget` chunks were not yet written, nor then the newest deliveries."""
         self.away = True
+        if forget:
+            for consumer in self.consumers.values():
+                self._forget_deliveries(consumer)
         for connection in self.connections:
             connection.lost()
         chunks = self.streams[STREAM]
         for sequence in list(chunks.messages)[-forget:] if forget else ():
             chunks.remove(chunks.messages[sequence])
+
+    def _forget_deliveries(self, consumer: _Consumer) -> None:
+        for sequence, out in reversed(list(consumer.out.items())):
+            if self.time.now - out.delivered < UNWRITTEN:
+                del consumer.out[sequence]
+                if sequence in consumer.again:
+                    consumer.again.remove(sequence)
+                self.deliveries[sequence] -= 1
+                waiting = consumer.again if self.deliveries[sequence] else consumer.new
+                waiting.appendleft(sequence)
 
     def come_back(self) -> None:
         """Up again, with everything that was stored."""
@@ -260,7 +277,7 @@ class Server:
 
     def _deliver(self, consumer: _Consumer, sequence: int, pull: _Pull) -> None:
         attempt = self.deliveries[sequence] = self.deliveries.get(sequence, 0) + 1
-        consumer.out[sequence] = _Open(0.0)
+        consumer.out[sequence] = _Open(self.time.now)
         self._expire_at(consumer, sequence, self.time.now + self.ack_wait)
         pull.connection.deliver(self.streams[JOBS].messages[sequence], attempt, pull.lane)
 

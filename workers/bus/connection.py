@@ -35,6 +35,10 @@ from workers.config import BusSettings
 
 log = structlog.get_logger()
 
+LINGER: Final = 1.0
+"""Seconds for which a subscription that was ended still takes messages. A server that found a listener sends
+to it whoever unsubscribes meanwhile, so that a message may come even after the PONG behind the last one."""
+
 TIMEOUT: Final = 5.0
 """Seconds that the server may take to answer."""
 
@@ -58,7 +62,9 @@ class Subscription:
         self.queue = queue
 
     async def unsubscribe(self) -> None:
-        """Ends it. What the server had sent by then still reaches the callback before this returns."""
+        """Ends it. What the server had sent by then reaches the callback before this returns, and what comes
+        late, within the next second, as well.
+        """
         sub, self._sub = self._sub, None
         if sub is not None:
             await self._bus._leave(sub)
@@ -97,6 +103,7 @@ class Bus:
         self._listeners: list[Callable[[bool], None]] = []
         self._connected = asyncio.Event()
         self._told: set[str] = set()
+        self._lingering: dict[Any, asyncio.TimerHandle] = {}
         self._closing = False
         self._supervision: asyncio.Task[None] | None = None
         self._client: natspy.GuardedClient
@@ -362,17 +369,27 @@ class Bus:
                 log.exception("bus.callback_failed", subject="connection")
 
     async def _leave(self, sub: Any) -> None:
-        """Drains a subscription while connected; else forgets it, so that it is not made anew."""
+        """Unsubscribes while connected, then waits a while; else forgets it, so that it is not made anew."""
+        lingers = False
         try:
             if self.connected:
                 async with asyncio.timeout(TIMEOUT):
-                    await sub.drain()
+                    lingers = await natspy.end_interest(self._client, sub, self.flush)
+                    if not lingers:
+                        await sub.drain()
             else:
                 await sub.unsubscribe()
-        except (TimeoutError, nats.errors.Error, OSError) as error:
+        except (BusUnavailable, TimeoutError, nats.errors.Error, OSError) as error:
             log.debug("bus.unsubscribe_failed", subject=sub.subject, error=str(error))
         finally:
-            natspy.forget_subscription(self._client, sub)
+            if lingers:
+                self._lingering[sub] = asyncio.get_running_loop().call_later(LINGER, self._forget, sub)
+            else:
+                natspy.forget_subscription(self._client, sub)
+
+    def _forget(self, sub: Any) -> None:
+        self._lingering.pop(sub).cancel()
+        natspy.forget_subscription(self._client, sub)
 
     async def _on_error(self, error: Exception) -> None:
         # Must not raise: an exception from here ends nats-py's read loop (facts 4.2).
@@ -397,6 +414,9 @@ class Bus:
         if not self._closing:
             log.warning("bus.disconnected", error=str(self._client.last_error or ""))
         self._set_connected(False)
+        for sub in list(self._lingering):
+            # Or it would be made anew, with nobody to end it.
+            self._forget(sub)
 
     async def _on_reconnected(self) -> None:
         self.denied.clear()

@@ -6,6 +6,7 @@ import asyncio
 import datetime as dt
 import time
 import weakref
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -21,6 +22,9 @@ log = structlog.get_logger()
 
 ACK_TIMEOUT: Final = 2.0
 ACK_TRIES: Final = 3
+FORGOTTEN: Final = 1.0
+"""Seconds after which a server that is killed still knows afterwards that it had delivered a job: it writes
+that a moment later (consumerFileStore.flushLoop), and delivers anew what it has not written."""
 SUSPECT: Final = 1.0
 """Seconds after a stall within which what arrives was sent before it."""
 NANO: Final = 1_000_000_000
@@ -73,7 +77,7 @@ class NatsDelivery:
             time=ack.time,
         )
         self._attempt = ack.attempt
-        self._seen = time.monotonic()
+        self._taken = self._seen = time.monotonic()
         self._stale = False
         self.lane = lane
         heartbeats.add(self)
@@ -93,6 +97,10 @@ class NatsDelivery:
         """See `Delivery`. Once stale, always stale: what was stopped must not come back to life."""
         self._stale = self._stale or time.monotonic() - self._seen > self._heartbeats.ack_wait
         return self._stale
+
+    def cut_off(self) -> None:
+        """The server went away: where it may have forgotten this delivery, the job is the next owner's."""
+        self._stale = self._stale or time.monotonic() - self._taken < FORGOTTEN
 
     async def ack(self) -> None:
         """See `Delivery`."""
@@ -166,6 +174,7 @@ class Heartbeats:
         self._interval = ack_wait / 3 * 0.9
         self._open: weakref.WeakSet[NatsDelivery] = weakref.WeakSet()
         self._task: asyncio.Task[None] | None = None
+        self._forget: Callable[[], None] = lambda: None
         self._stopping = False
         self.sent = 0
         self.suspect_until = 0.0
@@ -175,6 +184,7 @@ class Heartbeats:
 
     def start(self) -> None:
         """Begins to send."""
+        self._forget = self._bus.on_change(self._changed)
         self._task = asyncio.create_task(self._run(), name="bus-heartbeats")
 
     def stop(self) -> None:
@@ -193,7 +203,18 @@ class Heartbeats:
         if self._stopping:
             self.stop()
 
+    def _changed(self, connected: bool) -> None:
+        if not connected:
+            for delivery in list(self._open):
+                delivery.cut_off()
+
     async def _run(self) -> None:
+        try:
+            await self._go_on()
+        finally:
+            self._forget()
+
+    async def _go_on(self) -> None:
         while not self._bus.closed.is_set():
             due = time.monotonic() + self._interval
             await asyncio.sleep(self._interval)

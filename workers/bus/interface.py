@@ -58,7 +58,7 @@ class Delivery(Protocol):
         ...
 
     async def nak(self, delay: float) -> None:
-        """Give it back, to be delivered again after `delay` seconds; once stale, it is not one's own to give."""
+        """Give it back, to be delivered again after `delay` seconds; a stale one is not one's own to give."""
         ...
 
     async def term(self, reason: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from nats.aio.client import Client
@@ -102,6 +103,21 @@ def is_encrypted(client: Any) -> bool | None:
 def asks_for_login(client: Any) -> bool:
     """Whether the server last talked to wants credentials."""
     return bool(getattr(client, "_server_info", {}).get("auth_required"))
+
+
+async def end_interest(client: Any, sub: Any, flush: Callable[[], Awaitable[None]]) -> bool:
+    """Unsubscribes at the server; the subscription itself stays, for what is late.
+
+    False where this version cannot: then `drain` is the next best. That does not flush as it should: its PING
+    overtakes its UNSUB, which waits in nats-py's buffer.
+    """
+    send, queue = getattr(client, "_send_unsubscribe", None), getattr(sub, "_pending_queue", None)
+    if not callable(send) or not isinstance(queue, asyncio.Queue) or not hasattr(sub, "_id"):
+        return False
+    await send(sub._id)
+    await flush()
+    await queue.join()
+    return True
 
 
 def forget_subscription(client: Any, sub: Any) -> None:

@@ -12,8 +12,9 @@ are sent here, short-lived ones, and followed:
 Requests live for 2 s and are told when they end, so they need no heartbeats of
 their own: one that is not heard of for a second more is lost.
 
-A job may still cross with that end. It is kept here, with heartbeats, and
-given to the next taker.
+A job may still cross with that end, and come even after the server said that
+it had sent everything: one of its threads had found the listener before, and
+sent after that. It is kept here, with heartbeats, and given to the next taker.
 """
 
 from __future__ import annotations
@@ -121,6 +122,7 @@ class JobQueue:
         self._paused = False
         self._stopped = False
         self._pump: asyncio.Task[None] | None = None
+        self._late: set[asyncio.Task[None]] = set()
         self._failures = 0
         self._logged = -LOG_INTERVAL
         self.heartbeats = Heartbeats(bus, ack_wait)
@@ -190,9 +192,13 @@ class JobQueue:
             if self._stopped:
                 self._pump.cancel()
                 await asyncio.wait({self._pump})
+        await self._hand_back()
+
+    async def _hand_back(self) -> None:
         held, self._held = list(self._held), deque()
-        if held:
-            log.info("jobs.handed_back", count=len(held))
+        if not held:
+            return
+        log.info("jobs.handed_back", count=len(held))
         if not self._bus.connected:
             # They come back by themselves: nobody sends heartbeats for them any more.
             return
@@ -331,6 +337,11 @@ class JobQueue:
                 taker.set_result(delivery)
                 return
         self._held.append(delivery)
+        if self._quiet.is_set() and (self._stopped or self._paused):
+            # It came late; see `Subscription.unsubscribe`.
+            late = asyncio.create_task(self._hand_back())
+            self._late.add(late)
+            late.add_done_callback(self._late.discard)
 
     def _told(self, message: Message) -> None:
         """The server ended a pull request."""

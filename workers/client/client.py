@@ -11,7 +11,7 @@ awaited when the stream is read.
 from __future__ import annotations
 
 import asyncio
-import uuid
+import secrets
 import weakref
 from collections.abc import Coroutine, Generator, Mapping, Sequence
 from types import TracebackType
@@ -212,7 +212,7 @@ class Client:
         job = checked_id(job_id)
         found = self._headers(job, deadline, traceparent)
         # Ids are unique for an owner, but a stream knows only one window for all.
-        found[headers.MSG_ID] = uuid.uuid4().hex if again else f"{escape(self.owner)}.{job}"
+        found[headers.MSG_ID] = secrets.token_hex(16) if again else f"{escape(self.owner)}.{job}"
         subject = self.bus.subjects.job(model, job_class, self.owner, kind)
         data = codec.encode(body_of(kind, body, stream=None if stream else False), self.content_type)
         sequence, duplicate = await hand_in(self.bus, subject, data, found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import re
-import uuid
+import secrets
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -48,7 +48,7 @@ def checked_id(job: str | None) -> str:
         InvalidRequest: Not printable ASCII.
     """
     if job is None:
-        return uuid.uuid4().hex
+        return secrets.token_hex(16)
     escape(job)
     if not _ID.fullmatch(job):
         raise InvalidRequest("a job id is printable ASCII without spaces", param="job_id")

@@ -20,6 +20,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final, TypeVar
 
+import msgspec
 import structlog
 
 from schemas import headers
@@ -116,8 +117,8 @@ class Deliveries:
             log.warning("job.left", reason=error.message, **facts(envelope.job))
 
     async def _handle(self, delivery: Delivery, envelope: Envelope) -> None:
+        previous, envelope = await asyncio.gather(self._result(envelope.job), self._numbered(envelope))
         job = envelope.job
-        previous = await self._result(job)
         if previous is not None and _submission(previous) >= (job.submission or 0):
             await delivery.ack()
             log.info("job.acknowledged", reason="its result is stored", **facts(job))
@@ -141,6 +142,16 @@ class Deliveries:
         finally:
             forget()
         await self._settle(delivery, outcome, expect)
+
+    async def _numbered(self, envelope: Envelope) -> Envelope:
+        """The attempt's number is above all that readers have seen: a server that was killed counts anew."""
+        job = envelope.job
+        newest = await self._broker.last(CHUNKS, job.reply)
+        if newest is None or newest.headers.get(headers.SUBMISSION) != str(job.submission):
+            return envelope
+        seen = _number(newest.headers.get(headers.ATTEMPT, ""))
+        job = msgspec.structs.replace(job, attempt=max(job.attempt, seen + 1))
+        return msgspec.structs.replace(envelope, job=job)
 
     async def _points(self, job: Job) -> list[Point]:
         """Where an earlier attempt can be gone on from. Chunks that went to an inbox are nowhere stored."""
@@ -275,5 +286,8 @@ class Deliveries:
 
 def _submission(result: Stored) -> int:
     """The submission that a stored result answers."""
-    named = result.headers.get(headers.SUBMISSION, "")
-    return int(named) if named.isascii() and named.isdigit() else 0
+    return _number(result.headers.get(headers.SUBMISSION, ""))
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isascii() and text.isdigit() else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-import uuid
+import secrets
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Final
@@ -72,7 +72,7 @@ async def _merged(streams: list[AsyncGenerator[Delta, None]]) -> AsyncGenerator[
 
 def new_rid() -> str:
     """An engine request id: of fixed length, since SGLang aborts every request whose id begins with it."""
-    return uuid.uuid4().hex
+    return secrets.token_hex(16)
 
 
 class Alone:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-import uuid
+import secrets
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Final, Protocol
@@ -151,7 +151,7 @@ class LiveIntake:
             envelope = live(
                 stored,
                 reply=message.reply,
-                fallback_id=uuid.uuid4().hex,
+                fallback_id=secrets.token_hex(16),
                 subjects=self._subjects,
                 replies=self._replies,
             )

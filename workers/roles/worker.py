@@ -25,6 +25,7 @@ from typing import Final
 
 import msgspec
 import structlog
+import uvloop
 
 from schemas.errors import BusUnavailable, InferbusError
 from schemas.fleet import Load, Role, State, WorkerInfo
@@ -64,8 +65,10 @@ def run(
         engine_argv: SGLang's own flags.
         scripted: A script to replay instead of running SGLang.
     """
-    logs.configure(worker=settings.worker.worker, role=role)
-    return asyncio.run(_Worker(role, settings, engine_argv, scripted).main())
+    logs.configure(cache=True, worker=settings.worker.worker, role=role)
+    # uvloop is what SGLang runs on as well, and takes a third off a chunk's way.
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_Worker(role, settings, engine_argv, scripted).main())
 
 
 class _Worker:

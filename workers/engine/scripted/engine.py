@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import time
-import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 
@@ -72,7 +72,7 @@ class ScriptedEngine:
         role: Role = "both",
         model: str = "scripted",
         now: Callable[[], float] = time.time,
-        identity: Callable[[], str] = lambda: uuid.uuid4().hex,
+        identity: Callable[[], str] = lambda: secrets.token_hex(16),
     ) -> None:
         self._script = script or Script()
         self._role = role
