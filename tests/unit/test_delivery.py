@@ -200,6 +200,17 @@ async def test_an_infrastructure_failure_is_retried_with_growing_delays_a5() -> 
     assert "retrying" in msgspec.json.decode(bench.broker.sent[-1].data)
 
 
+async def test_an_attempts_number_is_above_all_that_readers_have_seen() -> None:
+    """A server that was killed may have forgotten a delivery, and counts anew."""
+    bench = Bench(failing(PrefillUnavailable("down")))
+    assert (await bench.handle(bench.job(attempt=1)))[0] == "nak"
+    assert (await bench.handle(bench.job(attempt=1)))[0] == "nak"
+    other = bench.job(attempt=1, sequence=8)
+    assert (await bench.handle(other))[0] == "nak"
+    told = [(each.headers[headers.SUBMISSION], each.headers[headers.ATTEMPT]) for each in bench.broker.sent]
+    assert told == [("7", "1"), ("7", "2"), ("8", "1")]
+
+
 async def test_the_last_failed_attempt_becomes_a_dead_letter_a_result_and_a_term() -> None:
     bench = Bench(failing(EngineFailed("cuda")), attempts=2)
     assert await bench.handle(
