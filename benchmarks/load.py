@@ -93,7 +93,13 @@ class Wire:
         self.close()
 
     def run(
-        self, subject: str, bodies: Sequence[bytes], *, concurrency: int = 1, pause: float = 0.0
+        self,
+        subject: str,
+        bodies: Sequence[bytes],
+        *,
+        concurrency: int = 1,
+        pause: float = 0.0,
+        moments: dict[bytes, list[float]] | None = None,
     ) -> Tally:
         """Sends every request, some at a time, and returns once all are answered.
 
@@ -102,11 +108,12 @@ class Wire:
             bodies: One a request.
             concurrency: Requests that are open at a time; the next is sent when one has ended.
             pause: Seconds before every request but the first ones.
+            moments: Takes the time of every chunk, by its answer's subject.
 
         Raises:
             LoadFailed: An answer was an error, lost a chunk, or did not come.
         """
-        run = _Run(f"{self._inbox}.{self._runs}".encode(), subject.encode(), bodies)
+        run = _Run(f"{self._inbox}.{self._runs}".encode(), subject.encode(), bodies, moments)
         self._runs += 1
         cpu, started = time.thread_time(), time.perf_counter()
         self._send(run, concurrency)
@@ -150,13 +157,20 @@ class _Run:
         pinged: Whether the server waits for a PONG.
     """
 
-    def __init__(self, inbox: bytes, subject: bytes, bodies: Sequence[bytes]) -> None:
+    def __init__(
+        self,
+        inbox: bytes,
+        subject: bytes,
+        bodies: Sequence[bytes],
+        moments: dict[bytes, list[float]] | None,
+    ) -> None:
         self.tally = Tally()
         self.stated = 0
         self.pinged = False
         self._inbox = inbox
         self._subject = subject
         self._bodies = bodies
+        self._moments = moments
         self._sent = 0
         self._ended = 0
         self._waiting: dict[bytes, float] = {}
@@ -204,6 +218,8 @@ class _Run:
                 size_of_all += size
                 if waiting and (sent := waiting.pop(words[1], None)) is not None:
                     self.tally.first.append(now - sent)
+                if self._moments is not None:
+                    self._moments.setdefault(words[1], []).append(now)
             position = end
         self.tally.chunks += chunks
         self.tally.bytes += size_of_all

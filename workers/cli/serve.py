@@ -18,6 +18,7 @@ from workers.observe import logs
 
 if TYPE_CHECKING:
     from workers.stack.local import LocalStack
+    from workers.stack.mps import Mps
 
 DEMO: Final = "smollm2-135m-instruct"
 _PASSING: Final = {"ignore_unknown_options": True}
@@ -54,6 +55,9 @@ def worker(role: Role, scripted: Path | None, engine_flags: tuple[str, ...], **o
 @click.option("--port", type=int, default=4222, show_default=True, help="NATS port; 0 takes a free one.")
 @click.option("--aggregated", is_flag=True, help="One worker of the role `both` instead of two.")
 @click.option(
+    "--mps", is_flag=True, help="Both workers on one GPU, at the same time: NVIDIA MPS, run for them."
+)
+@click.option(
     "--directory",
     type=click.Path(file_okay=False, path_type=Path),
     help="For streams and logs; default: temporary.",
@@ -72,6 +76,8 @@ def up(**options: Any) -> int:
     """
     from workers.stack.errors import StackError
 
+    if options["mps"] and options["aggregated"]:
+        raise click.UsageError("--mps is for two workers that share a GPU; --aggregated starts one")
     logs.configure(level="ERROR", format="text")
     try:
         return guarded(lambda: _up(**options))
@@ -85,25 +91,29 @@ async def _up(
     served_model: str | None,
     port: int,
     aggregated: bool,
+    mps: bool,
     directory: Path | None,
     scripted: Path | None,
     engine_flags: tuple[str, ...],
 ) -> int:
     from workers.stack.flags import placement
     from workers.stack.local import LocalStack
+    from workers.stack.mps import Mps
 
-    place = await asyncio.to_thread(placement)
+    place = await asyncio.to_thread(placement, shared=mps)
     name = served_model or ("scripted" if scripted else _short(model_path) if model_path else DEMO)
     if model_path is None and scripted is None:
         model_path = str(await asyncio.to_thread(_demo_model))
     roles: tuple[Role, ...] = ("both",) if aggregated else ("prefill", "decode")
+    service = Mps() if mps else None
     stack = LocalStack(
         model_path or "",
         model=name,
         roles=roles,
-        flags=["--enable-cache-report", *(() if _sized(engine_flags) else place.flags), *engine_flags],
-        role_flags=place.role_flags,
-        env=place.env,
+        # What the user says comes last, and the last one holds.
+        flags=["--enable-cache-report", *(() if _sized(engine_flags) else place.flags)],
+        role_flags={role: [*place.role_flags.get(role, ()), *engine_flags] for role in roles},
+        env={**place.env, **(service.env if service else {})},
         scripted=scripted,
         directory=directory,
         port=port,
@@ -112,12 +122,12 @@ async def _up(
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    return await _until_stopped(stack, stop)
+    return await _until_stopped(stack, stop, service)
 
 
-async def _until_stopped(stack: LocalStack, stop: asyncio.Event) -> int:
+async def _until_stopped(stack: LocalStack, stop: asyncio.Event, mps: Mps | None) -> int:
     stopped = asyncio.create_task(stop.wait())
-    running = asyncio.create_task(_run(stack))
+    running = asyncio.create_task(_run(stack, mps))
     await asyncio.wait({stopped, running}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     if not running.done():
@@ -128,9 +138,9 @@ async def _until_stopped(stack: LocalStack, stop: asyncio.Event) -> int:
     return 0
 
 
-async def _run(stack: LocalStack) -> None:
+async def _run(stack: LocalStack, mps: Mps | None) -> None:
     click.echo("starting; the engines take a while to load", err=True)
-    async with stack:
+    async with mps or contextlib.nullcontext(), stack:
         click.echo(_greeting(stack), err=True)
         raise await stack.failed()
 

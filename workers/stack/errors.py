@@ -7,6 +7,7 @@ StackError
 ├── ProcessExited     a child process ended before it was ready
 ├── ProcessNotReady   a child process lives, but did not become ready in time
 ├── WorkerFailed      a worker could not start, and said why
+├── MpsUnavailable    NVIDIA's Multi-Process Service cannot be used here
 └── ModelUnavailable  the model could not be fetched or converted
 
 Every message says what to do next; none of them concerns a job, so none has a wire code.
@@ -84,6 +85,10 @@ class WorkerFailed(StackError):
         self.name = name
         self.reason = reason
         self.log = log
+
+
+class MpsUnavailable(StackError):
+    """NVIDIA's Multi-Process Service cannot be used here."""
 
 
 class ModelUnavailable(StackError):

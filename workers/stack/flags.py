@@ -15,6 +15,11 @@ PROBE_TIMEOUT: Final = 20.0
 TOKENS: Final = {"cpu": 16_384, "gpu": 65_536}
 """Room in each KV cache. Two engines on one GPU are kept apart by this cap: SGLang's own share of the memory
 counts what is free when an engine starts, and both start at once."""
+RESERVED: Final = "--num-reserved-decode-tokens"
+RESERVED_TOKENS: Final = "128"
+"""Room that a decode engine keeps free for every running request while it takes new ones. SGLang's 512 leaves
+half of a cache as small as these unused; with long answers it may run short, and then SGLang puts a request
+aside and goes on with it later."""
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,13 +38,20 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     env: dict[str, str | None]
 
 
-def placement() -> Placement:
-    """Prefill and decode on a GPU each, on one GPU, or on the CPU; `INFERBUS_CPU=1` asks for the CPU."""
+def placement(*, shared: bool = False) -> Placement:
+    """Prefill and decode on a GPU each, on one GPU, or on the CPU; `INFERBUS_CPU=1` asks for the CPU.
+
+    Args:
+        shared: One GPU for both, where there are more, too.
+    """
     gpus = 0 if os.environ.get("INFERBUS_CPU") == "1" else _gpus()
+    if shared:
+        gpus = min(gpus, 1)
+    role_flags: dict[int, dict[Role, list[str]]] = {0: {}, 1: {"decode": [RESERVED, RESERVED_TOKENS]}}
     return Placement(
         where={0: "the CPU", 1: "one GPU"}.get(gpus, "two GPUs"),
         flags=["--max-total-tokens", str(TOKENS["gpu" if gpus else "cpu"])],
-        role_flags={"decode": ["--base-gpu-id", "1"]} if gpus > 1 else {},
+        role_flags=role_flags.get(gpus, {"decode": ["--base-gpu-id", "1"]}),
         env={} if gpus else {"CUDA_VISIBLE_DEVICES": ""},
     )
 

@@ -77,6 +77,7 @@ class SGLangEngine:
         except BaseException:
             launch.stop(engine)
             raise
+        launch.settle()
         return cls(engine, role=role, info=info, preparer=preparer)
 
     @property

@@ -34,6 +34,10 @@ when a prefill was aborted or died; that turns one loss into an outage (sgl-proj
 HEARTBEAT_SECONDS: Final = 2.0
 """Two missed heartbeats tell decode that a prefill is gone; 5 s apart in SGLang."""
 
+BATCHED_COPY: Final = "NIXL_UCX_SGL_ENABLE"
+"""Has NIXL's UCX plugin write a request's KV cache as one list, which CUDA copies at once, not piece by
+piece. There are two pieces for every layer and run of pages; beside a busy engine each waits for a turn."""
+
 _ANY: Final = ("0.0.0.0", "::", "")  # noqa: S104
 
 
@@ -92,6 +96,7 @@ def read(
         wanted = values.disaggregation_bootstrap_port if fixed else 0
         values.disaggregation_bootstrap_port = _free_port(values.host, wanted)
         bootstrap = _bootstrap(values, advertise_host)
+        batch_copies(values.disaggregation_transfer_backend)
     _set_own_address(bootstrap, advertise_host)
     if cpu.cpu_only():
         cpu.prepare_environment(values.tp_size * values.pp_size * values.dp_size)
@@ -246,6 +251,17 @@ def _set_own_address(bootstrap: Bootstrap | None, advertise_host: str | None) ->
     with contextlib.suppress(ValueError):  # SGLang can bind an address, not a name.
         if address is not None:
             os.environ.setdefault("SGLANG_HOST_IP", str(ipaddress.ip_address(address)))
+
+
+def batch_copies(backend: str) -> None:
+    """Turns the batched copy on for a prefill engine, the side that writes; a user's own value stays.
+
+    Args:
+        backend: Of the KV transfer. Only NIXL's UCX plugin reads the variable, and host memory gains nothing.
+    """
+    plugin = os.environ.get("SGLANG_DISAGGREGATION_NIXL_BACKEND") or "UCX"
+    if backend == "nixl" and plugin == "UCX" and not cpu.cpu_only():
+        os.environ.setdefault(BATCHED_COPY, "1")
 
 
 def _is_loopback(host: str | None) -> bool:
