@@ -63,7 +63,7 @@ PARTS: Final = {
 """Parts of a worker by a piece of the path in a profile's frame, the more special ones first."""
 START_SECONDS: Final = 240.0
 ITEM_SECONDS: Final = 120.0
-KV_TOKENS: Final[dict[Role, int]] = {"both": 360_000, "prefill": 60_000, "decode": 180_000}
+KV_TOKENS: Final[dict[Role, int]] = {"both": 340_000, "prefill": 60_000, "decode": 180_000}
 """Room in the KV caches, so that all engines of a phase fit one GPU of 140 GiB beside each other."""
 QUICK_TOKENS: Final = 8_192
 WARM: Final = 48
@@ -427,6 +427,7 @@ class Run:
         out: Folder for the report.
         logs: Folder for logs and profiles.
         tokens: Room of the KV caches, where it is the same for all.
+        gate: Nothing is measured before this file is there.
     """
 
     def __init__(
@@ -439,12 +440,14 @@ class Run:
         out: Path,
         logs: Path,
         tokens: int | None,
+        gate: Path | None,
     ) -> None:
         self._model = model
         self._limits = limits
         self._out = out
         self._logs = logs
         self._tokens = tokens
+        self._gate = gate
         self._place = placement(shared=True)
         self._flags = flags
         self._readings: list[Reading] = []
@@ -471,6 +474,8 @@ class Run:
             try:
                 await _all(layout.start() for layout in layouts)
                 self._note(f"{phase}: engines ready after {time.monotonic() - began:.0f} s")
+                while self._gate is not None and not os.path.exists(self._gate):  # noqa: ASYNC110, ASYNC240
+                    await asyncio.sleep(0.1)
                 await self._measure(phase, layouts)
             finally:
                 await _all(layout.stop() for layout in layouts)
@@ -706,6 +711,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=3600.0, metavar="SECONDS")
     parser.add_argument("--passes", type=int)
     parser.add_argument("--items", default="", metavar="PATTERN", help="those alone: tokens.*(jobs|256)")
+    parser.add_argument("--gate", type=Path, help="start, but measure nothing before this file is there")
     parser.add_argument("--quick", action="store_true", help="few short requests, to see that it runs")
     options, flags = parser.parse_known_args(arguments)
     limits = QUICK if options.quick else FULL
@@ -716,7 +722,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logs.configure(level="ERROR", format="text")
     logs_at = options.logs or options.out / "logs"
     phases = options.phases.split(",")
-    run = Run(options.model, flags, limits, phases, out=options.out, logs=logs_at, tokens=tokens)
+    run = Run(
+        options.model,
+        flags,
+        limits,
+        phases,
+        out=options.out,
+        logs=logs_at,
+        tokens=tokens,
+        gate=options.gate,
+    )
 
     async def within() -> None:
         async with asyncio.timeout(options.limit):

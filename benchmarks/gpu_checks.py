@@ -40,7 +40,7 @@ from workers.stack.server import HOST
 
 MODEL: Final = "m"
 GREEDY: Final[dict[str, Any]] = {"temperature": 0, "max_tokens": 24}
-LONG: Final[dict[str, Any]] = {"temperature": 0, "max_tokens": 1500, "ignore_eos": True}
+LONG: Final[dict[str, Any]] = {"temperature": 0, "max_tokens": 1000, "ignore_eos": True}
 START_SECONDS: Final = 200.0
 ORPHAN_SECONDS: Final = 4.0
 SETTINGS: Final[dict[str, str | None]] = {"INFERBUS_ANNOUNCE_INTERVAL": "0.2", "INFERBUS_ACK_WAIT": "4"}
