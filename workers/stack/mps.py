@@ -8,6 +8,7 @@ none of ours neither find it nor keep it from ending.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import tempfile
@@ -21,6 +22,7 @@ from workers.stack.processes import Child, spawn
 PROGRAM: Final = "nvidia-cuda-mps-control"
 READY_SECONDS: Final = 20.0
 ANSWER_SECONDS: Final = 10.0
+END_SECONDS: Final = 10.0
 LOOK_EVERY: Final = 0.1
 
 
@@ -66,8 +68,9 @@ class Mps:
 
     async def _end(self) -> None:
         if self._child is not None:
-            if self._child.returncode is None:
-                await self._ask("quit")
+            if self._child.returncode is None and await self._ask("quit") == 0:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._child.wait(), END_SECONDS)
             await self._child.stop()
         shutil.rmtree(self._directory, ignore_errors=True)
 

@@ -1,0 +1,148 @@
+"""Draws the graphs of docs/performance.md from the readings in results/h200.
+
+python -m benchmarks.graphs [DIR]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Final
+
+import msgspec
+
+from benchmarks.gpu import Reading
+from benchmarks.report import RESULTS, write
+
+READINGS: Final = RESULTS / "h200"
+DAY: Final = "2026-12-01"
+FOLDER: Final = Path(__file__).parents[1] / "docs" / "graphs"
+
+WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 760, 330, 62, 64, 40
+COLOURS: Final = ("#5b6770", "#2a78b8", "#2f9e6e", "#c9a227", "#b4532a")
+TICKS: Final = 4
+
+
+class File(msgspec.Struct):
+    """What is read of a report."""
+
+    readings: list[Reading]
+
+
+class Source:
+    """The readings of one run.
+
+    Args:
+        name: Of its report.
+    """
+
+    def __init__(self, name: str) -> None:
+        data = (READINGS / f"{name}-{DAY}.json").read_bytes()
+        self._readings = msgspec.json.decode(data, type=File).readings
+
+    def mean(self, layout: str, label: str, figure: Callable[[Reading], float]) -> float:
+        """The mean of one figure over the passes."""
+        return fmean(
+            figure(each) for each in self._readings if each.layout == layout and each.item.label() == label
+        )
+
+
+def bars(
+    title: str,
+    unit: str,
+    groups: Sequence[str],
+    series: Sequence[tuple[str, Sequence[float]]],
+    shown: Callable[[float], str],
+) -> str:
+    """Grouped bars as an SVG; every bar carries its value."""
+    top = max(value for _, values in series for value in values)
+    plot, slot = HEIGHT - TOP - BOTTOM, (WIDTH - LEFT - 12) / len(groups)
+    wide = min(46.0, slot * 0.86 / len(series))
+
+    def level(value: float) -> float:
+        return TOP + plot * (1 - value / (top * 1.08))
+
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
+        _text(12, 22, title, size=15, weight="bold"),
+    ]
+    at = 12.0
+    for (name, _), colour in zip(series, COLOURS, strict=False):
+        lines.append(f'<rect x="{at:.0f}" y="34" width="11" height="11" fill="{colour}"/>')
+        lines.append(_text(at + 16, 44, name, size=12))
+        at += 30 + 6.3 * len(name)
+    for tick in range(TICKS + 1):
+        value = top * tick / TICKS
+        y = level(value)
+        lines.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - 12}" stroke="#d8dde1"/>')
+        label = shown(value) + (f" {unit}" if tick == TICKS else "")
+        lines.append(_text(LEFT - 6, y + 4, label, size=11, anchor="end"))
+    for number, group in enumerate(groups):
+        middle = LEFT + slot * (number + 0.5)
+        lines.append(_text(middle, HEIGHT - 14, group, size=12, anchor="middle"))
+        for index, (_, values) in enumerate(series):
+            x, y = middle + wide * (index - len(series) / 2), level(values[number])
+            size = f'width="{wide - 3:.1f}" height="{level(0) - y:.1f}"'
+            lines.append(f'<rect x="{x:.1f}" y="{y:.1f}" {size} fill="{COLOURS[index]}"/>')
+            lines.append(_text(x + wide / 2 - 1.5, y - 4, shown(values[number]), size=10, anchor="middle"))
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def _text(x: float, y: float, text: str, *, size: int, anchor: str = "start", weight: str = "normal") -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" '
+        f'font-weight="{weight}" fill="#22282d">{text}</text>'
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Draws all of them."""
+    folder = Path(arguments[0]) if arguments else FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    single, after = Source("gpu-single-before"), Source("gpu-single")
+    pair, mps = Source("gpu-pair"), Source("gpu-pair-mps")
+
+    def rate(reading: Reading) -> float:
+        return reading.rate
+
+    def cpu(reading: Reading) -> float:
+        return reading.cpu_us
+
+    labels = [*(f"tokens, {streams} streams" for streams in (16, 64, 256)), "tokens, jobs"]
+    layouts = (
+        ("bare engine", single, "bare"),
+        ("worker", single, "both"),
+        ("pair", pair, "pair"),
+        ("pair, piece by piece", pair, "pair-pieces"),
+        ("pair under MPS", mps, "pair"),
+    )
+    series = [(name, [src.mean(lay, label, rate) for label in labels]) for name, src, lay in layouts]
+    groups = ("16 streams", "64 streams", "256 streams", "512 jobs")
+    title = "One H200, Llama-3.1-8B shape, 512 in / 128 out: output tokens a second"
+    write(folder / "gpu-throughput.svg", bars(title, "", groups, series, lambda value: f"{value:,.0f}"))
+
+    labels = ["tokens, jobs", "tokens, whole", "tokens, 256 streams", "chat, 256 streams"]
+    groups = ("512 jobs, streamed", "512 jobs, whole", "256 streams", "256 chats")
+    ratios = [
+        (name, [src.mean("both", label, rate) / src.mean("bare", label, rate) for label in labels])
+        for name, src in (("before", single), ("after", after))
+    ]
+    title = "A worker against the bare engine, before and after the two changes: throughput"
+    write(folder / "gpu-worker.svg", bars(title, "", groups, ratios, lambda value: f"{value:.2f}"))
+
+    costs = [
+        ("bare engine, before", [single.mean("bare", label, cpu) for label in labels]),
+        ("worker, before", [single.mean("both", label, cpu) for label in labels]),
+        ("bare engine, after", [after.mean("bare", label, cpu) for label in labels]),
+        ("worker, after", [after.mean("both", label, cpu) for label in labels]),
+    ]
+    title = "CPU of the process with the tokenizer manager, microseconds for an output token"
+    write(folder / "gpu-cpu.svg", bars(title, "", groups, costs, lambda value: f"{value:.0f}"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
