@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from workers.cli.main import main
 from workers.stack import flags
 from workers.stack.errors import MpsUnavailable, ProcessExited
 from workers.stack.mps import PROGRAM, Mps
@@ -88,3 +89,17 @@ def test_where_the_two_engines_go(
     monkeypatch.setattr(flags, "_gpus", lambda: gpus)
     monkeypatch.delenv("INFERBUS_CPU", raising=False)
     assert flags.placement(shared=shared).role_flags.get("decode") == decode
+
+
+def test_one_worker_alone_has_nobody_to_share_with(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--mps", "--aggregated"]) == 2
+    assert "two workers that share a GPU" in capsys.readouterr().err
+
+
+def test_a_machine_without_the_program_is_one_line_and_the_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "script.toml").write_text("tokenizer = true\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["up", "--mps", "--scripted", str(tmp_path / "script.toml"), "--port", "0"]) == 1
+    assert f"inferbus: {PROGRAM} is not on PATH" in capsys.readouterr().err
