@@ -13,4 +13,3 @@ def logging_of_its_own() -> Iterator[None]:
     """Commands configure logging for their process; the next test must not inherit that."""
     yield
     structlog.reset_defaults()
-    structlog.contextvars.clear_contextvars()

@@ -203,6 +203,14 @@ class StreamSettings(_Section, frozen=True, kw_only=True):
     jobs_max_age: Annotated[float, Meta(description="Seconds after which a queued job is dropped.", ge=0)] = (
         0.0
     )
+    owner_jobs: Annotated[
+        int,
+        Meta(
+            description="Open jobs of one owner for a model, class and kind; beyond it that owner is "
+            "refused. 0: as the stream has it, at first no limit.",
+            ge=0,
+        ),
+    ] = 0
     stream_max_bytes: Annotated[
         int, Meta(description="Room for the chunks of durable jobs; the oldest make room.", ge=MIB)
     ] = 256 * MIB

@@ -16,6 +16,7 @@ from schemas.errors import (
     ContextLengthExceeded,
     InvalidRequest,
     InvalidSubject,
+    Overloaded,
     PayloadTooLarge,
 )
 from schemas.fleet import BUCKET, Load, WorkerInfo
@@ -137,9 +138,20 @@ async def test_a20_a_full_queue_refuses_and_loses_nothing(client: Client) -> Non
     await client.bus.js.update_stream(config.config)
     await client.submit("chat", "m", BODY)
     await client.submit("chat", "m", BODY)
-    with pytest.raises(BusUnavailable, match="maximum messages exceeded"):
+    with pytest.raises(Overloaded, match="maximum messages exceeded"):
         await client.submit("chat", "m", BODY)
     assert (await client.bus.js.stream_info(layout.JOBS)).state.messages == 2
+
+
+async def test_an_owner_with_too_many_open_jobs_is_refused_and_others_are_not(
+    client: Client, server: NatsServer
+) -> None:
+    await provision(client.bus, StreamSettings(owner_jobs=1), adopt=True)
+    await client.submit("chat", "m", BODY)
+    with pytest.raises(Overloaded, match="its owner has as many open jobs as it may"):
+        await client.submit("chat", "m", BODY)
+    async with Client.connect(server.url, owner="you") as other:
+        await other.submit("chat", "m", BODY)
 
 
 async def test_without_jetstream_submitting_says_so(server: NatsServer) -> None:

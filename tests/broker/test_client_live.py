@@ -294,6 +294,14 @@ async def test_a_request_without_permission_says_so(monkeypatch: pytest.MonkeyPa
                 await client.chat("m", HELLO).answer()
 
 
+async def test_a_program_without_logging_of_its_own_hears_of_nothing_but_trouble(
+    server: NatsServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with Client.connect(server.url):
+        pass
+    assert capfd.readouterr() == ("", "")
+
+
 async def test_without_a_server_connecting_says_so() -> None:
     with pytest.raises(BusUnavailable):
         async with Client.connect("nats://127.0.0.1:1"):

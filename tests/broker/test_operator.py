@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from schemas.errors import BusUnavailable, InvalidSubject
+from schemas.errors import BusUnavailable, InvalidSubject, Overloaded
 from tests.broker.conftest import Connect
 from tests.support.eventually import eventually
 from tests.support.fleet import MODEL, Fleet, fleet
@@ -207,7 +207,7 @@ async def test_a_full_queue_leaves_the_letter_where_it_is(bus: Bus) -> None:
     await provision(bus, StreamSettings(jobs_max_bytes=MIB))
     await bus.store(SUBJECT, b"x" * (MIB - 8192))
     sequence = await bury(bus, "j", traceparent="x" * 8192)
-    with pytest.raises(BusUnavailable, match="not accepted: maximum bytes exceeded"):
+    with pytest.raises(Overloaded, match="the queue is full: maximum bytes exceeded"):
         await Operator(bus).replay(sequence)
     assert await names(Operator(bus)) == ["j"]
 
@@ -649,3 +649,20 @@ async def test_streams_are_shown_and_adopted(bus: Bus, run: Run) -> None:
     assert (await run("streams", "--streams-dead-max-bytes", str(512 * MIB), "--adopt"))[0] == 0
     code, out, _ = await run("streams", "--json")
     assert {each["stream"]: each["max_bytes"] for each in json.loads(out)}[layout.DEAD] == 512 * MIB
+
+
+async def test_jobs_that_no_consumer_gives_out_are_counted_a17(streams: Bus, operator: Operator) -> None:
+    async def unclaimed() -> int:
+        found = {each.stream: each for each in await operator.streams(Settings())}
+        return found[layout.JOBS].unclaimed
+
+    await submit(streams, "j1")
+    await submit(streams, "j2")
+    assert await unclaimed() == 2
+    queue = await job_queue(streams, "m", WorkerSettings())
+    assert await unclaimed() == 0
+    taken = await queue.take()
+    assert await unclaimed() == 0
+    await taken.ack()
+    assert await unclaimed() == 0
+    await queue.stop()

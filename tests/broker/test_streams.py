@@ -14,7 +14,7 @@ from tests.broker.conftest import Connect
 from tests.support.eventually import eventually
 from workers.bus import layout
 from workers.bus.connection import Bus
-from workers.bus.errors import NotPermitted, ProvisionError
+from workers.bus.errors import ApiError, NotPermitted, ProvisionError
 from workers.bus.jetstream import api
 from workers.bus.streams import job_consumers, job_queue, provision
 from workers.config import MIB, BusSettings, StreamSettings, WorkerSettings
@@ -201,3 +201,24 @@ def test_replicated_streams_keep_chunks_in_memory() -> None:
     assert configs[layout.STREAM]["storage"] == "memory"
     assert "persist_mode" not in configs[layout.STREAM]
     assert configs[layout.JOBS]["storage"] == "file"
+
+
+async def test_an_owner_has_no_more_open_jobs_than_it_may(streams: Bus, connect: Connect) -> None:
+    settings = StreamSettings(owner_jobs=2)
+    with pytest.raises(ProvisionError, match="max_msgs_per_subject is unlimited, wanted 2"):
+        await provision(streams, settings)
+    await provision(streams, settings, adopt=True)
+    await provision(streams, StreamSettings())  # without an opinion of one's own, that of the stream holds
+    subject, other = (streams.subjects.job("m", "batch", owner, "chat") for owner in ("o", "p"))
+    queue = await job_queue(streams, "m", WorkerSettings())
+    for _ in range(2):
+        await streams.store(subject, b"{}")
+    with pytest.raises(ApiError, match="too many open jobs of this owner"):
+        await streams.store(subject, b"{}")
+    await streams.store(other, b"{}")
+    first = await queue.take()
+    with pytest.raises(ApiError, match="too many open jobs of this owner"):
+        await streams.store(subject, b"{}")
+    await first.ack()
+    await streams.store(subject, b"{}")
+    await queue.stop()

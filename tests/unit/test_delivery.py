@@ -140,7 +140,7 @@ async def test_a_later_submission_with_the_same_id_is_run_and_stores_its_own_res
     assert [message.headers[headers.SUBMISSION] for message in bench.results] == ["7", "9"]
 
 
-async def test_a_second_owner_cannot_store_a_second_result() -> None:
+async def test_a_second_owner_cannot_store_a_second_result_a8() -> None:
     started, go_on = asyncio.Event(), asyncio.Event()
 
     async def slow(job: Job, reply: Reply, served: Served) -> bytes:
@@ -278,6 +278,26 @@ async def test_a_running_job_ends_when_it_is_cancelled() -> None:
     assert delivery.ended == [("ack", None)]
     assert bench.results[0].headers[headers.STATUS] == "cancelled"
     assert len(bench.attempts.scopes) == 0
+
+
+async def test_every_chunk_of_a_cancelled_answer_is_accounted_for_c17() -> None:
+    said = asyncio.Event()
+
+    async def talk(job: Job, reply: Reply, served: Served) -> bytes:
+        for _ in range(3):
+            reply.chunk(b'{"text":"a"}')
+        said.set()
+        await asyncio.Event().wait()
+        return b"{}"
+
+    bench = Bench(talk)
+    running = asyncio.create_task(bench.handle(bench.job()))
+    await said.wait()
+    bench.cancels.arrived(SUBJECTS.cancel("acme", "j1"), {})
+    await running
+    *told, end = bench.broker.sent
+    assert [msgspec.json.decode(message.data).get("seq") for message in told] == [0, 1, 2, None]
+    assert end.headers[headers.CHUNKS] == "4"
 
 
 @pytest.mark.parametrize("aim", ["7", None])

@@ -42,6 +42,7 @@ CHECKS: Final[dict[str, Check]] = {
     "max_age": _at_least,
     "max_msgs": _at_least,
     "max_msgs_per_subject": _at_least,
+    "discard_new_per_subject": _equal,
     "max_msg_size": _at_least,
     "max_consumers": _at_least,
     "num_replicas": _not_below,
@@ -59,7 +60,12 @@ CHECKS: Final[dict[str, Check]] = {
 """By field; fields that are not here are the operator's business (placement, description, compression, …)."""
 
 _TIMES: Final = frozenset({"max_age", "duplicate_window", "ack_wait"})
-_ABSENT: Final[dict[str, Any]] = {"allow_direct": False, "allow_rollup_hdrs": False, "subjects": []}
+_ABSENT: Final[dict[str, Any]] = {
+    "allow_direct": False,
+    "allow_rollup_hdrs": False,
+    "discard_new_per_subject": False,
+    "subjects": [],
+}
 """The server leaves these out when they are not set; numbers then are 0."""
 
 
@@ -80,9 +86,10 @@ def strengthened(wanted: dict[str, Any], found: dict[str, Any]) -> dict[str, Any
 
 
 def _weaker(wanted: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    # A single message per subject is no limit to be raised but what makes it "the newest one".
-    only_newest = wanted.get("max_msgs_per_subject") == 1
-    checks = CHECKS | ({"max_msgs_per_subject": _equal} if only_newest else {})
+    # A single message per subject is no limit to be raised but what makes it "the newest one"; and a cap on
+    # owners is there to hold.
+    exact = wanted.get("max_msgs_per_subject") == 1 or wanted.get("discard_new_per_subject")
+    checks = CHECKS | ({"max_msgs_per_subject": _equal} if exact else {})
     return [
         field
         for field, check in checks.items()

@@ -231,6 +231,8 @@ def _decoded(message: Message, subject: str) -> _Ack:
 def _refused(error: _Error, what: str) -> BusUnavailable:
     if error.err_code in FULL:
         full = "the stream is full" if error.err_code == STORE_FAILED else "there is no room"
+        if "per subject" in error.description:
+            full = "too many open jobs of this owner (--streams-owner-jobs)"
         return ApiError(f"{what}: {full}: {error.description}", status=error.code, err_code=error.err_code)
     if error.err_code in JETSTREAM_OFF:
         return ApiError(_OFF, status=error.code, err_code=error.err_code)

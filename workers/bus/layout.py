@@ -56,7 +56,7 @@ def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[st
     workers = _stream(WORKERS, [f"$KV.{fleet.BUCKET}.>"], s, 16 * MIB, ANNOUNCE_TTL)
     light = _light(settings)
     return [
-        jobs | {"retention": "workqueue"},
+        jobs | {"retention": "workqueue"} | _owner_cap(settings),
         chunks | light | {"discard": "old", "max_msgs_per_subject": settings.stream_max_chunks},
         results,
         dead,
@@ -66,6 +66,13 @@ def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[st
         # As ADR-8 lays out a bucket, so that `nats kv` reads it.
         workers | light | {"max_msgs_per_subject": 1, "allow_rollup_hdrs": True, "deny_delete": True},
     ]
+
+
+def _owner_cap(settings: StreamSettings) -> dict[str, Any]:
+    """A job's subject names its owner, and a job leaves the stream when it ends: so the server can count."""
+    if not settings.owner_jobs:
+        return {}
+    return {"max_msgs_per_subject": settings.owner_jobs, "discard_new_per_subject": True}
 
 
 def _light(settings: StreamSettings) -> dict[str, Any]:

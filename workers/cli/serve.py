@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
@@ -151,12 +154,20 @@ def _greeting(stack: LocalStack) -> str:
         [
             "",
             f"ready: the model {stack.model} at {stack.url}; logs in {stack.directory}",
-            f"  inferbus chat --nats-url {stack.url} 'What is the capital of France?'",
+            f"  {_program()} chat --nats-url {stack.url} 'What is the capital of France?'",
             f"  nats -s {stack.url} request --timeout 60s {request} "
             """'{"messages": [{"role": "user", "content": "Hi"}]}'""",
             "Ctrl-C stops it",
         ]
     )
+
+
+def _program() -> str:
+    """What to type for this program: `make up` runs it from an environment that is not on the PATH."""
+    called = Path(sys.argv[0])
+    if called.name != "inferbus" or shutil.which("inferbus"):
+        return "inferbus"
+    return os.path.relpath(called)
 
 
 def _demo_model() -> Path:

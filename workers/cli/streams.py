@@ -47,6 +47,10 @@ def streams(adopt: bool, as_json: bool, **flags: Any) -> int:
 def _print(found: list[StreamState]) -> None:
     columns = ("stream", "messages", "bytes", "limit", "age limit", "storage", "copies", "state")
     print_table(columns, map(_row, found))
+    if unclaimed := sum(each.unclaimed for each in found):
+        click.echo(
+            f"\n{unclaimed} jobs that no consumer gives out: was a worker of their model ever started?"
+        )
     consumers = [each for stream in found for each in stream.consumers]
     if not consumers:
         return

@@ -37,6 +37,7 @@ from workers.client.outgoing import Deadline, body_of, checked_id, headers_of
 from workers.client.results import Results
 from workers.client.stream import Stream
 from workers.config import BusSettings
+from workers.observe import logs
 
 log = structlog.get_logger()
 
@@ -115,6 +116,7 @@ class Client:
         kind = codec.content_type(content_type)
 
         async def connecting() -> Client:
+            logs.default()
             bus = await Bus.connect(settings, name=name)
             return Client(bus, owner=owner, content_type=kind, timeout=timeout)
 
@@ -207,6 +209,7 @@ class Client:
 
         Raises:
             PayloadTooLarge: Over the server's limit; nothing was sent.
+            Overloaded: The queue is full, or this owner's part of it; try again later.
             BusUnavailable: It was not accepted, or NATS did not say so in time.
         """
         job = checked_id(job_id)

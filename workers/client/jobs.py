@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from schemas import headers
-from schemas.errors import BusUnavailable
+from schemas.errors import BusUnavailable, Overloaded
 from workers.bus.connection import Bus
 from workers.bus.errors import NoResponders, NotPermitted
 from workers.bus.message import Message
@@ -59,7 +59,8 @@ async def hand_in(bus: Bus, subject: str, data: bytes, found: Mapping[str, str])
 
     Raises:
         PayloadTooLarge: Over the server's limit; nothing was sent.
-        BusUnavailable: No stream took it, or the queue is full: it was not accepted; or NATS did not say so.
+        Overloaded: The queue is full, or this owner's part of it; try again later.
+        BusUnavailable: No stream took it: it was not accepted; or NATS did not say so.
     """
     for attempt in range(RETRIES + 1):
         last_try = attempt == RETRIES
@@ -77,7 +78,11 @@ async def hand_in(bus: Bus, subject: str, data: bytes, found: Mapping[str, str])
             ack = _acknowledgement(message)
             if ack.error is None:
                 return ack.seq, ack.duplicate and attempt == 0
-            if last_try or ack.error.code != 503 or "exceeded" in ack.error.description:
+            if "per subject exceeded" in ack.error.description:
+                raise Overloaded("the job was not accepted: its owner has as many open jobs as it may")
+            if "exceeded" in ack.error.description:
+                raise Overloaded(f"the job was not accepted: the queue is full: {ack.error.description}")
+            if last_try or ack.error.code != 503:
                 raise BusUnavailable(f"the job was not accepted: {ack.error.description}")
         await asyncio.sleep(RETRY_PAUSE)
     raise AssertionError("unreachable")

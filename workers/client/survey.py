@@ -47,6 +47,8 @@ class StreamState(msgspec.Struct, frozen=True, kw_only=True):
         replicas: Copies.
         differences: What is weaker than asked for.
         consumers: That it has.
+        unclaimed: Jobs in it that no consumer gives out; more than a moment's worth of them are of a model
+            that no worker has been started for, or forgotten by the server (nats-io/nats-server#6905).
     """
 
     stream: str
@@ -59,6 +61,7 @@ class StreamState(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int = 0
     differences: list[str] = []
     consumers: list[ConsumerState] = []
+    unclaimed: int = 0
 
     @property
     def fine(self) -> bool:
@@ -98,6 +101,7 @@ async def _stream(bus: Bus, wanted: dict[str, Any], settings: Settings) -> Strea
         return StreamState(stream=name, there=False)
     found, state = info["config"], info["state"]
     consumers = await browse.consumers(bus, name) if state["consumer_count"] else []
+    claimed = sum(each["num_pending"] + each["num_ack_pending"] for each in consumers)
     return StreamState(
         stream=name,
         there=True,
@@ -109,6 +113,7 @@ async def _stream(bus: Bus, wanted: dict[str, Any], settings: Settings) -> Strea
         replicas=found["num_replicas"],
         differences=differences(wanted, found),
         consumers=[_consumer(bus, name, each, settings) for each in consumers],
+        unclaimed=max(0, state["messages"] - claimed) if name == layout.JOBS else 0,
     )
 
 

@@ -42,5 +42,11 @@ def configure(*, level: str = "INFO", format: Format = "auto", cache: bool = Fal
     )
 
 
+def default() -> None:
+    """For a program that has set up no logging of its own: warnings and worse, on standard error."""
+    if not structlog.is_configured():
+        configure(level="WARNING")
+
+
 def _render(logger: Any, method: str, event: structlog.typing.EventDict) -> str:
     return msgspec.json.encode(event, enc_hook=repr).decode()

@@ -1,0 +1,145 @@
+"""What jobs and readers notice of trouble with the NATS server: nothing but time."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from schemas.answers import TokenAnswer
+from schemas.errors import InferbusError
+from tests.support.eventually import eventually
+from tests.support.fleet import Fleet, fleet
+from workers.client import Client, Job
+from workers.stack.processes import spawn
+from workers.stack.server import NatsServer
+
+pytestmark = pytest.mark.faults
+
+OUTAGE = 60.0
+"""Seconds; twice the ack wait that workers have by default."""
+
+COUNTING = "[[rules]]\nlength = 40000\ndelay = 0.05\n"
+TORRENT = "burst = 64\n[[rules]]\nlength = 40000\n"
+
+SLOW_READER = """
+import asyncio, sys
+from workers.client import Client
+
+async def main() -> None:
+    async with Client.connect(sys.argv[1]) as client:
+        job = await client.submit("tokens", "scripted", {"token_ids": [1, 2], "max_tokens": int(sys.argv[2])})
+        seen = []
+        async for event in client.stream(job):
+            seen.extend(event.token_ids)
+            if len(seen) == len(event.token_ids):
+                print("reading", flush=True)
+        print(seen == list(range(3, 3 + int(sys.argv[2]))), flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+async def server(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[NatsServer]:
+    extra = getattr(request, "param", "")
+    async with NatsServer(tmp_path / "nats", sync_interval=None, extra=extra) as found:
+        yield found
+
+
+@pytest.fixture
+async def workers(server: NatsServer, tmp_path: Path) -> AsyncIterator[Fleet]:
+    async with fleet(server, tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+async def client(server: NatsServer) -> AsyncIterator[Client]:
+    async with Client.connect(server.url) as found:
+        yield found
+
+
+def body(tokens: int) -> dict[str, Any]:
+    return {"token_ids": [1, 2], "max_tokens": tokens}
+
+
+@pytest.mark.timeout(240)
+async def test_a_minute_without_the_server_under_load_costs_no_job_and_doubles_none(
+    client: Client, workers: Fleet, server: NatsServer
+) -> None:
+    await workers.start("both", COUNTING, ack_wait=30)
+    await workers.start("both", COUNTING, ack_wait=30)
+    lengths = [10 + 10 * (number % 9) for number in range(60)]
+    jobs = [await client.submit("tokens", "scripted", body(length)) for length in lengths]
+    live = client.tokens("scripted", [1, 2], max_tokens=400)
+    streams = [client.stream(job) for job in jobs]
+    reading = [asyncio.create_task(_tokens(stream)) for stream in streams]
+    asking = asyncio.create_task(_tokens(live))
+    await eventually(lambda: sum(task.done() for task in reading) > 5)
+    await server.kill()
+    handing_in = asyncio.create_task(_until_accepted(client, body(5)))
+    await asyncio.sleep(OUTAGE)
+    await server.restart()
+    async with asyncio.timeout(90):
+        seen = await asyncio.gather(*reading)
+        late = await handing_in
+        results = [await client.result(job) for job in (*jobs, late)]
+    for length, tokens in zip(lengths, seen, strict=True):
+        assert tokens == list(range(3, 3 + length))
+    for length, result in zip((*lengths, 5), results, strict=True):
+        assert isinstance(result.answer, TokenAnswer)
+        assert result.answer.choices[0].token_ids == list(range(3, 3 + length))
+    stored = await client.bus.js.stream_info("INFER_RESULTS")
+    assert stored.state.messages == len(results)
+    # A live answer is delivered at most once: whole, or a clear error and no hole.
+    try:
+        assert await asking == list(range(3, 403))
+    except InferbusError as error:
+        assert error.retryable  # noqa: PT017
+    await workers.idle(within=20)
+
+
+async def _tokens(stream: Any) -> list[int]:
+    return [token async for event in stream for token in event.token_ids]
+
+
+async def _until_accepted(client: Client, request: dict[str, Any]) -> Job:
+    """As a submitter does that must not lose a job: the same id again, until the server has it."""
+    while True:
+        try:
+            return await client.submit("tokens", "scripted", request, job_id="late")
+        except InferbusError as error:
+            assert error.retryable  # noqa: PT017
+
+
+@pytest.mark.parametrize("server", ['max_pending: 65536\nwrite_deadline: "100ms"\n'], indirect=True)
+async def test_a_reader_that_stood_still_and_was_cut_off_as_a_slow_consumer_misses_nothing(
+    client: Client, workers: Fleet, server: NatsServer, tmp_path: Path
+) -> None:
+    await workers.start("both", TORRENT)
+    log = tmp_path / "reader.log"
+    command = [sys.executable, "-c", SLOW_READER, server.url, "30000"]
+    reader = await spawn("reader", command, log=log, cwd=Path.cwd())
+    try:
+        await eventually(lambda: "reading" in log.read_text(), within=30)
+        reader.send_signal(signal.SIGSTOP)
+        await client.result(await _newest(client), timeout=60)
+        reader.send_signal(signal.SIGCONT)
+        assert await asyncio.wait_for(reader.wait(), 60) == 0
+    finally:
+        await reader.stop()
+    assert log.read_text().splitlines()[-1] == "True"
+
+
+async def _newest(client: Client) -> str:
+    async def found() -> str | None:
+        chunks = await client.bus.js.get_last_msg("INFER_STREAM", "infer.stream.default.*")
+        return str(msgspec.json.decode(chunks.data or b"null")["job"]) if chunks.data else None
+
+    return str(await eventually(found))
