@@ -35,9 +35,11 @@ test: dev lint types ## all checks and the whole test suite
 	$(BIN)/pytest $(PYTEST_ARGS)
 
 .PHONY: lint
-lint: dev ## formatting and lint rules
+lint: dev ## formatting and lint rules, of the code and of what deploys it
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
+	$(BIN)/yamllint --strict .
+	$(BIN)/hadolint deploy/Dockerfile
 
 .PHONY: types
 types: dev ## static types
