@@ -28,6 +28,9 @@ OUTAGE = 60.0
 COUNTING = "[[rules]]\nlength = 40000\ndelay = 0.05\n"
 TORRENT = "burst = 64\n[[rules]]\nlength = 40000\n"
 
+IMPATIENT = {"max_payload": 65536, "extra": 'max_pending: 65536\nwrite_deadline: "100ms"\n'}
+"""Of a server that cuts off whoever does not take 64 KiB at once."""
+
 SLOW_READER = """
 import asyncio, sys
 from workers.client import Client
@@ -48,8 +51,8 @@ asyncio.run(main())
 
 @pytest.fixture
 async def server(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[NatsServer]:
-    extra = getattr(request, "param", "")
-    async with NatsServer(tmp_path / "nats", sync_interval=None, extra=extra) as found:
+    more = getattr(request, "param", {})
+    async with NatsServer(tmp_path / "nats", sync_interval=None, **more) as found:
         yield found
 
 
@@ -118,7 +121,7 @@ async def _until_accepted(client: Client, request: dict[str, Any]) -> Job:
             assert error.retryable  # noqa: PT017
 
 
-@pytest.mark.parametrize("server", ['max_pending: 65536\nwrite_deadline: "100ms"\n'], indirect=True)
+@pytest.mark.parametrize("server", [IMPATIENT], indirect=True, ids=["impatient"])
 async def test_a_reader_that_stood_still_and_was_cut_off_as_a_slow_consumer_misses_nothing(
     client: Client, workers: Fleet, server: NatsServer, tmp_path: Path
 ) -> None:

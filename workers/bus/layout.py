@@ -56,7 +56,7 @@ def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[st
     workers = _stream(WORKERS, [f"$KV.{fleet.BUCKET}.>"], s, 16 * MIB, ANNOUNCE_TTL)
     light = _light(settings)
     return [
-        jobs | {"retention": "workqueue"} | _owner_cap(settings),
+        _capped(jobs, settings) | {"retention": "workqueue"},
         chunks | light | {"discard": "old", "max_msgs_per_subject": settings.stream_max_chunks},
         results,
         dead,
@@ -68,11 +68,11 @@ def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[st
     ]
 
 
-def _owner_cap(settings: StreamSettings) -> dict[str, Any]:
+def _capped(jobs: dict[str, Any], settings: StreamSettings) -> dict[str, Any]:
     """A job's subject names its owner, and a job leaves the stream when it ends: so the server can count."""
-    if not settings.owner_jobs:
-        return {}
-    return {"max_msgs_per_subject": settings.owner_jobs, "discard_new_per_subject": True}
+    if settings.owner_jobs:
+        return jobs | {"max_msgs_per_subject": settings.owner_jobs, "discard_new_per_subject": True}
+    return {name: value for name, value in jobs.items() if name != "max_msgs_per_subject"}
 
 
 def _light(settings: StreamSettings) -> dict[str, Any]:

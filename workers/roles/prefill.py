@@ -109,6 +109,14 @@ class Prefill:
         self._answer(reply, handoff.Accepted(worker=self._worker))
         task = asyncio.create_task(self._run(request, reply))
         self._running[request.rid] = task
+        # Not in the task itself: one that is aborted before its first step never comes to its `finally`.
+        task.add_done_callback(lambda _: self._ended(request.rid))
+
+    def _ended(self, rid: str) -> None:
+        self._engine.abort(rid)
+        self._aborted.discard(rid)
+        self._running.pop(rid, None)
+        self._slots.free()
 
     def _refusal(self, request: handoff.Prefill) -> InferbusError | None:
         """Why this hand-off is not taken, or None: then a slot is held for it."""
@@ -147,11 +155,6 @@ class Prefill:
         except Exception:  # a supervision point: a defect must not take the worker down
             log.exception("handoff.defect", job=request.job)
             answer = self._failed(request, InternalError("inferbus failed; the worker's log says how"))
-        finally:
-            self._engine.abort(request.rid)
-            self._aborted.discard(request.rid)
-            self._running.pop(request.rid, None)
-            self._slots.free()
         code = answer.error.code if isinstance(answer, handoff.Failed) else None
         self.endpoints[0].record(time.monotonic() - started, code)
         self._answer(reply, answer)
