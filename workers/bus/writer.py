@@ -157,6 +157,8 @@ class Writer:
         while True:
             if self._barriers and self._barriers[0][0] <= self._taken:
                 await self._pass()
+                # There may be another one by now, and the event that told of it is cleared below.
+                continue
             if not self._frames:
                 if self._closing:
                     return
