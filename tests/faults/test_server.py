@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from schemas.answers import TokenAnswer
@@ -26,24 +25,27 @@ OUTAGE = 60.0
 """Seconds; twice the ack wait that workers have by default."""
 
 COUNTING = "[[rules]]\nlength = 40000\ndelay = 0.05\n"
-TORRENT = "burst = 64\n[[rules]]\nlength = 40000\n"
+LETTERS = 30_000
+TORRENT = "context_length = 50000\nburst = 64\n[[rules]]\ncount = [97, 123]\nlength = 40000\n"
 
-IMPATIENT = {"max_payload": 65536, "extra": 'max_pending: 65536\nwrite_deadline: "100ms"\n'}
-"""Of a server that cuts off whoever does not take 64 KiB at once."""
+IMPATIENT = {"extra": 'max_pending: 1048576\nwrite_deadline: "100ms"\n'}
+"""Of a server that cuts off whoever leaves more than a megabyte lying."""
 
 SLOW_READER = """
 import asyncio, sys
-from workers.client import Client
+from workers.client import Client, text
 
 async def main() -> None:
     async with Client.connect(sys.argv[1]) as client:
-        job = await client.submit("tokens", "scripted", {"token_ids": [1, 2], "max_tokens": int(sys.argv[2])})
-        seen = []
+        messages = [{"role": "user", "content": "Hi"}]
+        job = await client.submit("chat", "scripted", {"messages": messages, "max_tokens": int(sys.argv[2])})
+        seen = ""
         async for event in client.stream(job):
-            seen.extend(event.token_ids)
-            if len(seen) == len(event.token_ids):
-                print("reading", flush=True)
-        print(seen == list(range(3, 3 + int(sys.argv[2]))), flush=True)
+            if not seen:
+                print("reading", job.id, flush=True)
+            seen += text(event)
+        told = (await client.result(job)).answer["choices"][0]["message"]["content"]
+        print(len(told), seen == told, flush=True)
 
 asyncio.run(main())
 """
@@ -127,22 +129,15 @@ async def test_a_reader_that_stood_still_and_was_cut_off_as_a_slow_consumer_miss
 ) -> None:
     await workers.start("both", TORRENT)
     log = tmp_path / "reader.log"
-    command = [sys.executable, "-c", SLOW_READER, server.url, "30000"]
+    command = [sys.executable, "-c", SLOW_READER, server.url, str(LETTERS)]
     reader = await spawn("reader", command, log=log, cwd=Path.cwd())
     try:
         await eventually(lambda: "reading" in log.read_text(), within=30)
         reader.send_signal(signal.SIGSTOP)
-        await client.result(await _newest(client), timeout=60)
+        await client.result(log.read_text().split()[1], timeout=60)
         reader.send_signal(signal.SIGCONT)
         assert await asyncio.wait_for(reader.wait(), 60) == 0
     finally:
         await reader.stop()
-    assert log.read_text().splitlines()[-1] == "True"
-
-
-async def _newest(client: Client) -> str:
-    async def found() -> str | None:
-        chunks = await client.bus.js.get_last_msg("INFER_STREAM", "infer.stream.default.*")
-        return str(msgspec.json.decode(chunks.data or b"null")["job"]) if chunks.data else None
-
-    return str(await eventually(found))
+    assert log.read_text().splitlines()[-1] == f"{LETTERS} True"
+    assert "Slow Consumer" in (tmp_path / "nats" / "nats-server.log").read_text()

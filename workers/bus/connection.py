@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import re
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -38,6 +39,9 @@ log = structlog.get_logger()
 LINGER: Final = 1.0
 """Seconds for which a subscription that was ended still takes messages. A server that found a listener sends
 to it whoever unsubscribes meanwhile, so that a message may come even after the PONG behind the last one."""
+
+SETTLING: Final = 10.0
+"""Seconds after a reconnection for which errors may still be due to what was before it."""
 
 TIMEOUT: Final = 5.0
 """Seconds that the server may take to answer."""
@@ -102,6 +106,7 @@ class Bus:
         self._waiting: dict[str, set[asyncio.Future[Message]]] = {}
         self._listeners: list[Callable[[bool], None]] = []
         self._connected = asyncio.Event()
+        self._since = 0.0
         self._told: set[str] = set()
         self._lingering: dict[Any, asyncio.TimerHandle] = {}
         self._closing = False
@@ -157,6 +162,15 @@ class Bus:
     def connected(self) -> bool:
         """Whether the server is there at the moment."""
         return self._connected.is_set()
+
+    @property
+    def settled(self) -> bool:
+        """Whether an error says something of the server, rather than of a connection that comes and goes.
+
+        What was asked just before the connection was lost is never answered, and a server that has just
+        started may have no JetStream yet.
+        """
+        return self.connected and (self.reconnects == 0 or time.monotonic() - self._since > SETTLING)
 
     @property
     def max_payload(self) -> int:
@@ -231,8 +245,10 @@ class Bus:
             if self.connected:
                 await self.flush()
         except BusUnavailable:
-            natspy.forget_subscription(self._client, subscription._sub)
-            raise
+            # A connection that was lost meanwhile comes back with all of its subscriptions.
+            if self.settled or self.closed.is_set():
+                natspy.forget_subscription(self._client, subscription._sub)
+                raise
         if _key("subscription", subject) in self.denied:
             await subscription.unsubscribe()
             raise NotPermitted(f"not permitted to subscribe to {subject}")
@@ -357,6 +373,7 @@ class Bus:
         if connected == self._connected.is_set():
             return
         if connected:
+            self._since = time.monotonic()
             self._connected.set()
         else:
             self._connected.clear()

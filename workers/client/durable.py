@@ -98,7 +98,7 @@ class JobStream(Stream[Chunk | Restarted]):
             events = await self._stored()
         except BusUnavailable as problem:
             # Away for now, or for good?
-            fatal = first and self._bus.connected
+            fatal = first and self._bus.settled
             if fatal or self._bus.closed.is_set() or isinstance(problem, NotPermitted):
                 raise
         if not events:

@@ -68,7 +68,7 @@ class Results:
                     return result
             except BusUnavailable:
                 # Away for now, or for good? Only the latter ends a wait.
-                if self._bus.connected or self._bus.closed.is_set():
+                if self._bus.settled or self._bus.closed.is_set():
                     raise
             try:
                 async with asyncio.timeout(pause):
