@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 from pathlib import Path
 
 import pytest
 
 from workers.client import Client
 from workers.stack.errors import ProcessExited, StackError
-from workers.stack.local import LocalStack
+from workers.stack.local import LocalStack, free_ports
 from workers.stack.processes import session_members
 
 SCRIPT = """
@@ -93,3 +94,11 @@ async def test_settings_for_other_servers_do_not_reach_the_workers(
     monkeypatch.setenv("INFERBUS_NATS_CREDS", "/no/such/file.creds")
     async with LocalStack("", model="toy", roles=["both"], scripted=script) as stack:
         assert len(stack.workers) == 1
+
+
+def test_ports_for_engines_that_start_together_differ_and_are_free() -> None:
+    found = free_ports(200)
+    assert len(set(found)) == 200
+    for port in found[:20]:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))

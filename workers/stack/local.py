@@ -11,14 +11,17 @@ directory; a temporary one goes with the stack, unless the stack failed: its log
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import random
 import secrets
 import shutil
+import socket
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -43,6 +46,8 @@ LOOK_EVERY: Final = 0.25
 GRACE: Final = 30.0
 STOP_MARGIN: Final = 15.0
 """Seconds that a worker may take beside finishing its requests: to stop its engine, on a busy machine."""
+
+PORTS: Final = range(20_000, 30_000)
 
 Report = Callable[[str], None]
 """Takes one line for people about a step that is done."""
@@ -122,8 +127,8 @@ class LocalStack:
             self._report(f"NATS server with JetStream at {self.url}")
             await self._exit.enter_async_context(self._children)
             started = time.monotonic()
-            for role in self._roles:
-                await self._start(role)
+            for role, port in zip(self._roles, free_ports(len(self._roles)), strict=True):
+                await self._start(role, port)
             await self._ready(started)
         except BaseException as error:
             await self._close(keep=isinstance(error, StackError))
@@ -142,7 +147,7 @@ class LocalStack:
             if self._temporary and not keep:
                 shutil.rmtree(self.directory, ignore_errors=True)
 
-    async def _start(self, role: Role) -> None:
+    async def _start(self, role: Role, port: int) -> None:
         name = f"{role}-{secrets.token_hex(2)}"
         command = [*PROGRAM, "worker", role]
         if self._scripted is not None:
@@ -150,6 +155,8 @@ class LocalStack:
         else:
             # Nothing here has to be reached from another machine.
             command += ["--model-path", str(self._model_path), "--host", HOST]
+            # Engines that start at the same time have been seen to draw the same one.
+            command += ["--nccl-port", str(port)]
             command += [*self._flags, *self._role_flags.get(role, ())]
         child = await spawn(name, command, log=self.directory / f"{name}.log", env=self._environment(name))
         self.workers[name] = self._children.add(child)
@@ -211,3 +218,17 @@ async def _find(client: Client, name: str) -> WorkerInfo | None:
 
 def _silent(_line: str) -> None:
     pass
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ports of this machine that nobody uses, outside the range that outgoing connections take."""
+    found: list[int] = []
+    with ExitStack() as held:
+        for port in random.sample(PORTS, len(PORTS)):
+            if len(found) == count:
+                break
+            listener = held.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                listener.bind((HOST, port))
+                found.append(port)
+    return found
