@@ -22,7 +22,7 @@ Report = Callable[[str, float | None], None]
 Array = npt.NDArray[Any]
 
 SAMPLING: Final = {"temperature": 0.2, "top_p": 0.9}
-"""What SmolLM2's makers recommend, for requests that say nothing else: without it so small a model rambles."""
+"""What SmolLM2's makers recommend, for requests that say nothing else; at temperature 1 it rambles."""
 
 CONTROL_TOKEN = 3
 TINY_SEED = 20_260
