@@ -13,9 +13,9 @@ from typing import Any
 import nats
 import pytest
 from nats.aio.client import Client
-from nats.aio.msg import Msg
 from nats.js.errors import NotFoundError
 
+from tests.support.asking import Answer, result
 from tests.support.eventually import eventually
 from tests.support.fleet import Fleet, fleet, stop
 from workers.stack.server import NatsServer
@@ -48,39 +48,6 @@ async def nc(server: NatsServer) -> AsyncIterator[Client]:
     await client.close()
 
 
-class Answer:
-    """The messages of one reply subject, as they come."""
-
-    def __init__(self, nc: Client, subject: str) -> None:
-        self.nc, self.subject = nc, subject
-        self.messages: list[Msg] = []
-        self.subscription: Any = None
-
-    @classmethod
-    async def on(cls, nc: Client, subject: str) -> Answer:
-        answer = cls(nc, subject)
-
-        async def received(message: Msg) -> None:
-            answer.messages.append(message)
-
-        answer.subscription = await nc.subscribe(subject, cb=received)
-        await nc.flush()
-        return answer
-
-    @property
-    def chunks(self) -> list[dict[str, Any]]:
-        return [json.loads(message.data) for message in self.messages if message.data]
-
-    @property
-    def status(self) -> str | None:
-        ends = [message.headers for message in self.messages if not message.data]
-        return ends[0]["Infer-Status"] if ends and ends[0] else None
-
-    async def ended(self, within: float = 15.0) -> str:
-        status = await eventually(lambda: self.status, within=within, what="end mark")
-        return str(status)
-
-
 async def request(nc: Client, *, job: str | None = None) -> Answer:
     answer = await Answer.on(nc, nc.new_inbox())
     headers = {"Infer-Job-Id": job} if job else None
@@ -91,16 +58,6 @@ async def request(nc: Client, *, job: str | None = None) -> Answer:
 async def submit(nc: Client, job: str, **headers: str) -> int:
     ack = await nc.jetstream().publish(f"{JOBS}.tokens", BODY, headers={"Nats-Msg-Id": job, **headers})
     return ack.seq
-
-
-async def result(nc: Client, job: str, within: float = 20.0) -> Any:
-    async def stored() -> Any:
-        try:
-            return await nc.jetstream().get_last_msg("INFER_RESULTS", f"infer.results.acme.{job}")
-        except NotFoundError:
-            return None
-
-    return await eventually(stored, within=within, what=f"result of {job}")
 
 
 async def empty_queue(nc: Client) -> bool:

@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 import tomllib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -68,20 +68,28 @@ class Fleet:
         name = f"w{self._count}"
         path = self._directory / f"{name}.toml"
         path.write_text(script)
+        child = await self.spawn(name, [sys.executable, "-c", _MAIN, role, str(path)], **settings)
+        if ready:
+            await self.ready(child, within=30)
+        return child
+
+    async def spawn(
+        self, name: str, command: Sequence[str], env: Mapping[str, str] | None = None, **settings: Any
+    ) -> Child:
+        """A process that has a worker's settings, and ends with the fleet."""
         values = DEFAULTS | {"WORKER": name, "NATS_URL": self._server.url}
         values |= {key.upper(): str(value) for key, value in settings.items()}
-        env = {f"INFERBUS_{key}": value for key, value in values.items()}
-        command = [sys.executable, "-c", _MAIN, role, str(path)]
-        child = self._children.add(
-            await spawn(name, command, log=self._directory / f"{name}.log", env=env, cwd=Path.cwd())
-        )
-        if ready:
+        env = {f"INFERBUS_{key}": value for key, value in values.items()} | dict(env or {})
+        log = self._directory / f"{name}.log"
+        return self._children.add(await spawn(name, command, log=log, env=env, cwd=Path.cwd()))
 
-            async def announced() -> bool:
-                return self.info(name) is not None
+    async def ready(self, child: Child, *, within: float) -> None:
+        """Waits until a worker has announced itself."""
 
-            await child.until(announced, timeout=30)
-        return child
+        async def announced() -> bool:
+            return self.info(child.name) is not None
+
+        await child.until(announced, timeout=within)
 
     def info(self, name: str) -> WorkerInfo | None:
         """A worker's announcement, once it is ready."""
@@ -104,12 +112,12 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet(server: NatsServer, directory: Path) -> AsyncIterator[Fleet]:
+async def fleet(server: NatsServer, directory: Path, *, model: str = MODEL) -> AsyncIterator[Fleet]:
     """A fleet without workers; those that are started end with the block."""
     bus = await Bus.connect(BusSettings(urls=(server.url,)), name="test fleet")
     try:
         await provision(bus, StreamSettings())
-        async with Children(grace=5) as children, Roster(bus, MODEL) as roster:
+        async with Children(grace=5) as children, Roster(bus, model) as roster:
             yield Fleet(server, bus, roster, directory, children)
     finally:
         await bus.close()
