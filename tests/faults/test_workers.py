@@ -243,6 +243,23 @@ async def test_without_prefill_a_live_request_gets_a_retryable_error_and_a_job_w
     assert (await result(nc, "j1")).headers["Infer-Status"] == "ok"
 
 
+async def test_a_prefill_worker_that_stood_still_forgets_what_was_aborted_meanwhile(
+    nc: Client, workers: Fleet
+) -> None:
+    prefill = await workers.start("prefill", slots=3)
+    decode = await workers.start("decode", "[[rules]]\nlength = 3\n")
+    prefill.send_signal(signal.SIGSTOP)
+    answers = [await request(nc, job=f"r{i}") for i in range(3)]
+    await eventually(lambda: len(workers.events(decode, "job.started")) == 3)
+    for i in range(3):
+        await nc.jetstream().publish(f"infer.cancel.live.r{i}", b"")
+    assert [await answer.ended() for answer in answers] == ["cancelled"] * 3
+    # It finds every hand-off and its abort side by side.
+    prefill.send_signal(signal.SIGCONT)
+    assert await (await request(nc)).ended() == "ok"
+    assert await stop(prefill) == 0
+
+
 async def test_logs_never_hold_what_was_asked_or_answered(nc: Client, workers: Fleet) -> None:
     worker = await workers.start("both", 'tokenizer = true\n[[rules]]\ntext = "topsecretanswer"\n')
     for kind, body in (
