@@ -127,6 +127,15 @@ async def test_a_worker_that_falls_silent_is_dropped(streams: Bus) -> None:
         await eventually(lambda: changes)
 
 
+async def test_a_worker_that_was_dropped_is_back_with_its_next_announcement(streams: Bus, join: Join) -> None:
+    async with Roster(streams) as roster:
+        await join(interval=0.5)
+        [here] = await roster.wait_for(bool, 5)
+        roster.drop(here)
+        assert roster.workers() == []
+        assert await roster.wait_for(bool, 5)
+
+
 async def test_the_bucket_forgets_a_worker_that_falls_silent(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:

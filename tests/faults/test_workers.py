@@ -243,6 +243,22 @@ async def test_without_prefill_a_live_request_gets_a_retryable_error_and_a_job_w
     assert (await result(nc, "j1")).headers["Infer-Status"] == "ok"
 
 
+async def test_a_job_waits_in_its_queue_while_no_prefill_worker_is_there(nc: Client, workers: Fleet) -> None:
+    # With one attempt only: a failed one would be the end of it.
+    decode = await workers.start("decode", "[[rules]]\nlength = 3\n", max_deliver=1)
+    await submit(nc, "early")
+    prefill = await workers.start("prefill")
+    assert (await result(nc, "early")).headers["Infer-Status"] == "ok"
+    prefill.send_signal(signal.SIGKILL)
+    await prefill.wait()
+    # Nobody has noticed yet; the first to find out is a live request.
+    assert await (await request(nc)).ended() == "error"
+    await eventually(lambda: len(workers.events(decode, "jobs.waiting_for_prefill")) == 2)
+    await submit(nc, "late")
+    await workers.start("prefill")
+    assert (await result(nc, "late")).headers["Infer-Status"] == "ok"
+
+
 async def test_a_prefill_worker_that_stood_still_forgets_what_was_aborted_meanwhile(
     nc: Client, workers: Fleet
 ) -> None:

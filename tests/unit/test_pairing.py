@@ -230,6 +230,30 @@ async def test_a_transfer_that_failed_is_tried_on_another_prefill_worker() -> No
     assert len(wire.asked) == 2
 
 
+async def test_a_transfer_that_failed_names_the_prefill_worker_c5() -> None:
+    engine = FakeEngine(fail_at=0, error=TransferFailed("lost"))
+    wire = FakeWire(lambda order, worker: [handoff.Accepted(worker=worker)])
+    with pytest.raises(TransferFailed, match="prefill worker p1: lost"):
+        await run(paired(engine, wire, "p1"))
+
+
+async def test_a_worker_that_nobody_answers_for_is_lost_and_one_that_fails_is_not() -> None:
+    lost: list[str] = []
+    for answer in (None, handoff.Failed(worker="p1", error=PrefillFailed("no").body())):
+        handoffs = Handoffs(
+            FakeWire(lambda order, worker, answer=answer: [answer]),
+            worker="d1",
+            signature=SIGNATURE,
+            accept_timeout=5.0,
+            timeout=5.0,
+            lost=lambda info: lost.append(info.worker),
+        )
+        picker = Picker(SIGNATURE, lambda: [prefill_worker("p1")])
+        with pytest.raises(InferbusError):
+            await run(Paired(FakeEngine(), picker, handoffs))  # type: ignore[arg-type]
+    assert lost == ["p1"]
+
+
 async def test_a_failure_after_the_first_token_is_not_retried_here() -> None:
     engine, wire = FakeEngine(fail_at=1, error=TransferFailed("lost")), FakeWire(done)
     with pytest.raises(TransferFailed):
@@ -280,6 +304,17 @@ def test_a_worker_with_another_signature_is_never_picked_and_the_reason_says_so_
     picker = Picker(SIGNATURE, lambda: [prefill_worker("p1", signature=other)])
     with pytest.raises(PrefillUnavailable, match="1 with another signature"):
         picker.pick([1])
+
+
+def test_a_picker_says_why_no_prompt_has_a_worker() -> None:
+    other = msgspec.structs.replace(SIGNATURE, tp=4)
+    workers: list[WorkerInfo] = []
+    picker = Picker(SIGNATURE, lambda: workers)
+    assert picker.hopeless == "no prefill worker: 0 ready, 0 with another signature"
+    workers += [prefill_worker("p1", signature=other), prefill_worker("p2", state="draining")]
+    assert picker.hopeless == "no prefill worker: 1 ready, 1 with another signature"
+    workers.append(prefill_worker("p3"))
+    assert picker.hopeless is None
 
 
 def test_a_draining_worker_is_never_picked() -> None:

@@ -103,6 +103,12 @@ class Roster:
                 await self._news.wait()
         return found
 
+    def drop(self, info: WorkerInfo) -> None:
+        """Takes a worker for gone until it announces itself again: nobody is where it should be."""
+        if self._entries.pop(_subject(key(info)), None) is not None:
+            log.info("registry.dropped", worker=info.worker, role=info.role)
+            self._tell()
+
     async def __aenter__(self) -> Roster:
         self._subscription = await self._bus.subscribe(self._filter, self._arrived)
         self._forget = self._bus.on_change(lambda connected: self._stale.set() if connected else None)
@@ -222,6 +228,10 @@ class Registry:
     ) -> list[WorkerInfo]:
         """See `Roster.wait_for`."""
         return await self._roster.wait_for(predicate, timeout)
+
+    def drop(self, info: WorkerInfo) -> None:
+        """See `Roster.drop`."""
+        self._roster.drop(info)
 
     async def announce(self, state: State, *, reason: str | None = None) -> None:
         """Tells a new state at once."""

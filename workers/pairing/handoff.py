@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -68,16 +68,25 @@ class Handoffs:
         accept_timeout: Seconds within which a worker must say that it takes a hand-off.
         timeout: Seconds within which it must have sent the cache. SGLang itself lets a prefill wait for
             ever for a decode that never comes (NIXL's sender does not look at its bootstrap timeout).
+        lost: Told of a worker that is not there any more.
     """
 
     def __init__(
-        self, wire: Wire, *, worker: str, signature: Signature, accept_timeout: float, timeout: float
+        self,
+        wire: Wire,
+        *,
+        worker: str,
+        signature: Signature,
+        accept_timeout: float,
+        timeout: float,
+        lost: Callable[[WorkerInfo], None] = lambda worker: None,
     ) -> None:
         self._wire = wire
         self._worker = worker
         self._signature = signature
         self._accept_timeout = accept_timeout
         self._timeout = timeout
+        self._lost = lost
 
     @asynccontextmanager
     async def offer(self, worker: WorkerInfo, leg: Leg, *, job: str) -> AsyncIterator[Prefilling]:
@@ -130,6 +139,7 @@ class Handoffs:
 
     def _read(self, worker: WorkerInfo, body: bytes | None) -> handoff.FromPrefill:
         if body is None:
+            self._lost(worker)
             raise PrefillUnavailable(f"prefill worker {worker.worker} is not there any more")
         try:
             return msgspec.msgpack.decode(body, type=handoff.FromPrefill)

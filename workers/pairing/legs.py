@@ -131,7 +131,9 @@ class Paired:
                 failures[worker.worker] = error
                 if started or len(failures) == TRIES:
                     raise
-                log.warning("leg.retried", job=job, prefill=worker.worker, code=error.code)
+                log.warning(
+                    "leg.retried", job=job, prefill=worker.worker, code=error.code, reason=error.message
+                )
                 leg = msgspec.structs.replace(leg, rid=self._rid())
 
     def _pick(self, leg: Leg, failures: dict[str, InferbusError]) -> WorkerInfo:
@@ -197,4 +199,4 @@ async def _cause(error: TransferFailed, prefilling: Prefilling) -> InferbusError
         return problem
     except TimeoutError:
         pass
-    return error
+    return TransferFailed(f"prefill worker {prefilling.worker.worker}: {error.message}")

@@ -49,8 +49,7 @@ class Picker:
         Raises:
             PrefillUnavailable: None fits; the message says how many were there and why they do not.
         """
-        present = [info for info in self._workers() if info.role == "prefill" and info.state == "ready"]
-        fitting = [info for info in present if self._signature is None or info.signature == self._signature]
+        present, fitting = self._present()
         left = [info for info in fitting if info.worker not in passed_over]
         if not left:
             raise PrefillUnavailable(
@@ -64,6 +63,20 @@ class Picker:
         prefix = _digest(token_ids[:PREFIX_TOKENS])
         ranked = sorted(large, key=lambda info: _score(prefix, info.worker), reverse=True)
         return next((info for info in ranked if self._open[info.worker] < bound), ranked[0])
+
+    @property
+    def hopeless(self) -> str | None:
+        """Why no prompt whatever can be computed at the moment; None where one can."""
+        present, fitting = self._present()
+        others = len(present) - len(fitting)
+        return (
+            None if fitting else f"no prefill worker: {len(present)} ready, {others} with another signature"
+        )
+
+    def _present(self) -> tuple[list[WorkerInfo], list[WorkerInfo]]:
+        """The prefill workers that take hand-offs, and those of them that fit."""
+        ready = [info for info in self._workers() if info.role == "prefill" and info.state == "ready"]
+        return ready, [info for info in ready if self._signature is None or info.signature == self._signature]
 
     @contextmanager
     def using(self, worker: str) -> Iterator[None]:

@@ -34,6 +34,7 @@ from workers.roles.answering import Answering
 from workers.roles.intake import JobIntake, LiveIntake, Subscription, Tasks
 from workers.roles.program import finished_within
 from workers.roles.slots import Slots
+from workers.roles.supply import Supply
 from workers.roles.wire import BusWire
 
 log = structlog.get_logger()
@@ -72,9 +73,11 @@ class Decode:
         self._served = Served(worker=settings.worker)
         self._tasks = Tasks()
         self._running: list[asyncio.Task[None]] = []
+        self._supply: Supply | None = None
+        self._supplying: asyncio.Task[None] | None = None
         self._attempts = Attempts(
             bus,
-            Answering(engine, self._legs(registry)),
+            Answering(engine, self._legs(registry, queue)),
             worker=settings.worker,
             probe_every=settings.client_gone_every,
             patience=settings.deadline,
@@ -119,12 +122,17 @@ class Decode:
         self._attempts.probe = self._bus.probe_inbox(self._attempts.gone).subject
         await self._bus.subscribe(self._bus.subjects.all("cancel"), self._cancel_arrived)
         self._bus.on_change(self._connection_changed)
+        if self._supply is not None:
+            await self._supply.look()
+            self._supplying = asyncio.create_task(self._supply.run())
         await self._live.join()
         self._running = [asyncio.create_task(self._live.run()), asyncio.create_task(self._jobs.run())]
 
     async def drain(self, *, grace: float, hurry: asyncio.Event) -> None:
         """Takes nothing more, lets what runs finish within `grace` seconds, hands back the rest."""
         self._live.drain()
+        if self._supplying is not None:
+            self._supplying.cancel()
         await self._jobs.drain()
         await asyncio.gather(*self._running)
         if not await finished_within(self._tasks.settled(), grace=grace, hurry=hurry):
@@ -132,7 +140,7 @@ class Decode:
             log.warning("drain.handing_back", running=left)
             await self._tasks.settled()
 
-    def _legs(self, registry: Registry | None) -> RunLeg:
+    def _legs(self, registry: Registry | None, queue: JobQueue) -> RunLeg:
         signature = self._engine.info.signature
         if registry is None:
             return Alone(self._engine)
@@ -144,8 +152,11 @@ class Decode:
             signature=signature,
             accept_timeout=ACCEPT_TIMEOUT,
             timeout=self._settings.prefill_timeout,
+            lost=registry.drop,
         )
-        return Paired(self._engine, Picker(signature, registry.workers), handoffs)
+        picker = Picker(signature, registry.workers)
+        self._supply = Supply(queue, registry, picker)
+        return Paired(self._engine, picker, handoffs)
 
     async def _join(self, callback: Callback) -> Subscription:
         """All kinds: a kind that this model cannot serve deserves a better answer than silence."""
