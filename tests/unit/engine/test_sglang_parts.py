@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import re
+import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from schemas.errors import ContextLengthExceeded, InvalidRequest
+from schemas.errors import ContextLengthExceeded, InvalidRequest, TransferFailed
+from schemas.fleet import Bootstrap
 from schemas.requests import parse
+from tests.support.eventually import eventually
 from workers.engine import cpu
 from workers.engine.cpu import detect
-from workers.engine.sglang import LaunchFailed, version
+from workers.engine.sglang import LaunchFailed, bootstrap, version
 from workers.engine.sglang.checks import Bounds
 from workers.engine.sglang.prompts import SGLangPrompt
 from workers.engine.sglang.redact import safe, unquoted
@@ -27,6 +33,68 @@ BOUNDS = Bounds(context_length=100, longest_prompt=90, longest_total=96, vocabul
 def request(**fields: Any) -> Any:
     """A token request."""
     return parse("tokens", {"token_ids": [1]} | fields)
+
+
+@asynccontextmanager
+async def bootstrap_server(*answers: bytes) -> AsyncIterator[tuple[Bootstrap, list[bytes]]]:
+    """Gives these answers one after the other, and nothing afterwards; what it was asked."""
+    asked: list[bytes] = []
+    left = list(answers)
+    ended: list[asyncio.Future[None]] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        if left:
+            writer.write(left.pop(0))
+        else:
+            await reader.read()
+        writer.close()
+        ended.append(asyncio.ensure_future(writer.wait_closed()))
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        yield Bootstrap(host=host, port=port), asked
+        await eventually(lambda: len(ended) == len(asked))
+        await asyncio.gather(*ended)
+
+
+OK = b"HTTP/1.0 200 OK\r\n\r\n{}"
+NOT_YET = b"HTTP/1.0 503 Service Unavailable\r\n\r\n"
+
+
+async def test_a_bootstrap_server_that_answered_is_asked_again_only_after_a_leg_failed_there() -> None:
+    async with bootstrap_server(OK, OK) as (address, asked):
+        reached = bootstrap.Reached()
+        await reached.check(address)
+        await reached.check(address)
+        assert len(asked) == 1
+        assert asked[0].startswith(b"GET /route?")
+        reached.doubt(address)
+        await reached.check(address)
+        assert len(asked) == 2
+
+
+@pytest.mark.parametrize(("answers", "reason"), [((NOT_YET,), "503"), ((), "nothing"), ((b"",), "b''")])
+async def test_a_bootstrap_server_that_does_not_answer_is_named_c5(
+    answers: tuple[bytes, ...], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bootstrap, "ASK_SECONDS", 0.2)
+    async with bootstrap_server(*answers) as (address, _):
+        with pytest.raises(TransferFailed, match=rf"127.0.0.1:{address.port}: .*{reason}"):
+            await bootstrap.Reached().check(address)
+
+
+async def test_a_prefill_whose_announced_address_leads_nowhere_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bootstrap, "READY_SECONDS", 0.2)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        with pytest.raises(LaunchFailed, match=f"does not answer at 127.0.0.1:{port}, as announced"):
+            await bootstrap.wait_ready(
+                SimpleNamespace(bootstrap_server=None), Bootstrap(host="127.0.0.1", port=port)
+            )
 
 
 @pytest.mark.parametrize("token_ids", [[-1], [50], [1, 2, 2**70], []])

@@ -16,6 +16,7 @@ from typing import Any, Final
 from schemas.errors import Cancelled, EngineFailed, InferbusError, InvalidRequest, Overloaded, TransferFailed
 from schemas.fleet import Role
 from workers.engine.interface import Delta, Finish, Leg
+from workers.engine.sglang import bootstrap
 from workers.engine.sglang.redact import unquoted
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class Calls:
         self._fields = _request_fields()
         # What another version's worker put into a leg, and this one does not know, is left out.
         self._sampling = frozenset(manager.sampling_params_class.__struct_fields__)
+        self._reached = bootstrap.Reached()
         self._live: set[str] = set()
         self._aborted: set[str] = set()
 
@@ -43,13 +45,20 @@ class Calls:
         if leg.rid in self._live:
             raise EngineFailed("a leg with this rid is running already")
         self._live.add(leg.rid)
+        source = leg.rendezvous.bootstrap if leg.rendezvous is not None and self._role == "decode" else None
+        begun = False
         try:
+            if source is not None:
+                await self._reached.check(source)
+            if leg.rid in self._aborted:
+                raise Cancelled("cancelled")
             # Closing SGLang's generator is what aborts the request when ours is closed or cancelled.
             async with (
                 aclosing(self._manager.generate_request(request, None)) as outputs,
                 aclosing(self._deltas(leg, outputs)) as deltas,
             ):
                 async for delta in deltas:
+                    begun = True
                     yield delta
         except ValueError as error:
             if leg.rid in self._aborted:  # SGLang 0.5.17 raises for an abort before the scheduler has it.
@@ -57,6 +66,8 @@ class Calls:
             # SGLang's checks before it schedules a request; prepare makes them first, so this is rare.
             raise InvalidRequest(f"the engine refused the request: {unquoted(error)}") from error
         finally:
+            if source is not None and not begun:
+                self._reached.doubt(source)
             self._live.discard(leg.rid)
             self._aborted.discard(leg.rid)
 
