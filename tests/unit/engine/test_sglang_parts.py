@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import os
 import re
 import socket
 import subprocess
@@ -21,7 +22,7 @@ from schemas.requests import parse
 from tests.support.eventually import eventually
 from workers.engine import cpu
 from workers.engine.cpu import detect
-from workers.engine.sglang import LaunchFailed, bootstrap, version
+from workers.engine.sglang import LaunchFailed, bootstrap, options, version
 from workers.engine.sglang.checks import Bounds
 from workers.engine.sglang.prompts import SGLangPrompt
 from workers.engine.sglang.redact import safe, unquoted
@@ -82,6 +83,16 @@ async def test_a_bootstrap_server_that_does_not_answer_is_named_c5(
     async with bootstrap_server(*answers) as (address, _):
         with pytest.raises(TransferFailed, match=rf"127.0.0.1:{address.port}: .*{reason}"):
             await bootstrap.Reached().check(address)
+
+
+@pytest.mark.parametrize(("seconds", "decode", "prefill"), [(20.0, "19", "20"), (0.5, "1", "1")])
+def test_decode_is_the_first_to_give_up_a_transfer_c13(
+    seconds: float, decode: str, prefill: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    options.prepare_environment(seconds)
+    assert os.environ["SGLANG_DISAGGREGATION_WAITING_TIMEOUT"] == decode
+    assert os.environ["SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT"] == prefill
 
 
 async def test_a_prefill_whose_announced_address_leads_nowhere_does_not_start(

@@ -57,10 +57,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 def prepare_environment(transfer_timeout: float) -> None:
     """Sets environment variables that SGLang and PyTorch read when they load; the user's own stay."""
-    seconds = str(max(1, round(transfer_timeout)))
+    seconds = max(1, round(transfer_timeout))
     values = {
-        "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": seconds,
-        "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": seconds,
+        "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": str(seconds),
+        # Decode has to be the first to give up. Only then does it forget its connection to a prefill that was
+        # replaced at the same address, which it cannot tell otherwise; a leg that is aborted leaves it in
+        # use, and every later one would fail as well (sgl-project/sglang#34289).
+        "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": str(max(1, seconds - 1)),
         "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": str(HEARTBEAT_SECONDS),
     }
     for name, value in values.items():
