@@ -412,6 +412,20 @@ async def test_while_paused_nothing_is_pulled(streams: Bus, queues: Queues) -> N
     await (await asyncio.wait_for(taking, 1)).ack()
 
 
+async def test_after_standing_still_nothing_is_pulled_that_would_be_thrown_away(
+    streams: Bus, queues: Queues
+) -> None:
+    queue = await queues()
+    taking = [asyncio.create_task(queue.take()) for _ in range(2)]
+    await eventually(lambda: _waits(streams, "batch"))
+    time.sleep(ACK_WAIT)  # noqa: ASYNC251 - nothing else goes on meanwhile either, as on SIGSTOP
+    await submit(streams, *map(str, range(30)))
+    for delivery in await asyncio.gather(*taking):
+        await delivery.ack()
+    # One for each open request, at most, before those who took.
+    assert (await state(streams))["delivered"]["consumer_seq"] <= 2 * len(taking)
+
+
 async def test_a_delivery_that_its_owner_dropped_comes_back(streams: Bus, queues: Queues) -> None:
     """Heartbeats must not keep alive what nobody works on any more."""
     queue = await queues()

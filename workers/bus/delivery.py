@@ -162,16 +162,18 @@ class Heartbeats:
 
     Args:
         ack_wait: Of the consumers, in seconds; the shortest where they differ.
+        stalled: Called when this process is found to have stood still.
 
     Attributes:
         sent: Signs of life so far.
         suspect_until: Monotonic seconds until which arriving jobs are too old to be begun.
     """
 
-    def __init__(self, bus: Bus, ack_wait: float) -> None:
+    def __init__(self, bus: Bus, ack_wait: float, *, stalled: Callable[[], None] = lambda: None) -> None:
         self._bus = bus
         self.ack_wait = ack_wait
         self._interval = ack_wait / 3 * 0.9
+        self._stalled = stalled
         self._open: weakref.WeakSet[NatsDelivery] = weakref.WeakSet()
         self._task: asyncio.Task[None] | None = None
         self._forget: Callable[[], None] = lambda: None
@@ -222,6 +224,7 @@ class Heartbeats:
             if now - due > self.ack_wait / 2:
                 # This process stood still: a job that was sent meanwhile is another's by now, or soon.
                 self.suspect_until = now + SUSPECT
+                self._stalled()
                 log.warning("worker.stalled", seconds=round(now - due, 1))
             if not self._bus.connected:
                 continue

@@ -125,7 +125,7 @@ class JobQueue:
         self._late: set[asyncio.Task[None]] = set()
         self._failures = 0
         self._logged = -LOG_INTERVAL
-        self.heartbeats = Heartbeats(bus, ack_wait)
+        self.heartbeats = Heartbeats(bus, ack_wait, stalled=self._changed.set)
         self.troubles = 0
 
     @property
@@ -215,9 +215,14 @@ class JobQueue:
     @property
     def _wanted(self) -> int:
         """How many jobs are wanted at the moment."""
-        if self._stopped or self._paused or not self._bus.connected:
+        if self._stopped or self._paused or not self._bus.connected or self._suspicion > 0:
             return 0
         return sum(not taker.done() for taker in self._takers)
+
+    @property
+    def _suspicion(self) -> float:
+        """Seconds for which what arrives is thrown away, so that nothing must be asked for."""
+        return self.heartbeats.suspect_until - time.monotonic()
 
     async def _run(self) -> None:
         forget = self._bus.on_change(lambda _: self._changed.set())
@@ -225,9 +230,10 @@ class JobQueue:
         try:
             while not self._bus.closed.is_set():
                 self._changed.clear()
+                left = self._suspicion
                 if not self._wanted:
                     self._quiet.set()
-                    await self._changed.wait()
+                    await (self._change(self._clock() + left) if left > 0 else self._changed.wait())
                     continue
                 self._quiet.clear()
                 try:
@@ -323,7 +329,7 @@ class JobQueue:
                 if pull.remaining == 0:
                     del self._pulls[pull.token]
                 break
-        if time.monotonic() < self.heartbeats.suspect_until:
+        if self._suspicion > 0:
             log.warning("jobs.too_old", sequence=ack.sequence, attempt=ack.attempt)
             return
         if lane is not None:
