@@ -45,6 +45,12 @@ PREFILL_WORKER: Final = "Infer-Prefill-Worker"
 SUBMISSION: Final = "Infer-Submission"
 """On a job's chunks, end mark and result: the stream sequence of the submission that they answer."""
 
+MESSAGE_ID: Final = "Infer-Message-Id"
+"""On a job's result: the `Nats-Msg-Id` under which it was submitted, where it had one."""
+
+SUBMITTED: Final = "Infer-Submitted"
+"""On a job's result: when the server stored the submission, RFC 3339."""
+
 CONTINUES: Final = "Infer-Continues"
 """On the first chunk of a newer attempt that goes on after an older one: see `Continuation`."""
 

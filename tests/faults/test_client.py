@@ -12,6 +12,7 @@ import pytest
 from schemas.answers import TokenAnswer, TokenChunk
 from tests.support.eventually import eventually
 from tests.support.fleet import Fleet, fleet
+from workers.bus import layout
 from workers.client import Client, JobStream, Restarted, text
 from workers.stack.server import NatsServer
 
@@ -99,6 +100,26 @@ async def test_a_killed_worker_is_replaced_in_mid_sentence(client: Client, worke
     assert answer["usage"]["completion_tokens"] == len(SENTENCE)
     assert answer["usage"] == result.answer["usage"]
     assert any(warning.startswith("continued after") for warning in stream.warnings)
+
+
+async def test_a_job_that_is_submitted_once_more_after_its_server_died_does_not_run_again(
+    client: Client, workers: Fleet, server: NatsServer
+) -> None:
+    worker = await workers.start("both", "[[rules]]\nlength = 3\n")
+    job = await client.submit("tokens", "scripted", BODY, job_id="mine")
+    first = await client.result(job)
+
+    async def ended() -> bool:
+        return (await client.bus.js.stream_info(layout.JOBS)).state.messages == 0
+
+    await eventually(ended)
+    await server.kill()
+    await server.restart()
+    again = await client.submit("tokens", "scripted", BODY, job_id="mine")
+    second = await client.result(again, timeout=30)
+    assert second.answer == first.answer
+    assert await client.stream(again).answer() == first.answer
+    assert len(workers.events(worker, "job.started")) == 1
 
 
 async def test_a_server_that_dies_for_a_moment_costs_nothing(

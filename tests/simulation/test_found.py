@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from schemas.errors import BusUnavailable
-from tests.simulation.plans import CancelJob, Cut, Drain, Plan, Stall, Submit, Wait
+from tests.simulation.plans import Away, CancelJob, Cut, Drain, Plan, Stall, Submit, Wait
 from tests.support.virtual import EPOCH
 from workers.bus.delivery import ACK_TRIES, AckSubject, Heartbeats, NatsDelivery
 from workers.bus.message import Message
@@ -44,6 +44,10 @@ FOUND = {
     # It was not among those that were ended.
     "nothing begins at a worker whose grace period is over": Plan(
         [Submit(name="long"), Wait(0.02), Drain(grace=0.0), Wait(60.0)], workers=1
+    ),
+    # A server that was killed knows ids only of what it still holds.
+    "a job that has ended does not run again when it is handed in once more": Plan(
+        [Submit(), Wait(3.0), Away(4.0, forget=1), Wait(10.0), Submit()]
     ),
     # Cancels were heard or missed, and looked up before an attempt alone.
     "a cancel that came while the worker was cut off ends its job": Plan(

@@ -96,6 +96,7 @@ class Worker:
             policy=RetryPolicy(attempts=world.attempts, jitter=0.0),
             replies=("_INBOX.",),
             worker=self.name,
+            window=world.server.window,
             clock=self.loop.time,
         )
         self.deliveries.open = set()

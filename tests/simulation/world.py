@@ -73,6 +73,7 @@ class World:
         self.problems: list[str] = []
         self.trace: list[tuple[float, str]] = []
         self.submissions: dict[int, Submission] = {}
+        self.repeats: dict[int, int] = {}
         self.cancels: list[Cancel] = []
         self.readers: dict[int, list[Reader]] = {}
         self.by_reply: dict[str, list[Reader]] = {}
@@ -140,6 +141,10 @@ class World:
             deadline=None if deadline is None else self.time.now + deadline,
             size=len(body),
         )
+        for number, earlier in self.submissions.items():
+            if earlier.key == key and number not in self.repeats and self.time.now - earlier.stored < WINDOW:
+                # The server should have dropped it, but has forgotten the id.
+                self.repeats[added.sequence] = number
         self.submissions[added.sequence] = submitted
         reader = Reader(self.server, submitted)
         self.readers[added.sequence] = [reader]
@@ -190,6 +195,8 @@ class World:
         job = self.submissions[number]
         self.note(f"{worker.name} begins {number} attempt {attempt}, points {len(work.points)}")
         self.runs[number] += 1
+        if number in self.repeats:
+            self.wrong(f"{worker.name} begins {number}, which is {self.repeats[number]} handed in once more")
         if worker.over is not None:
             self.wrong(f"{worker.name} begins {number} after its grace period was over")
         if attempt > self.attempts:
@@ -251,7 +258,7 @@ class World:
             int(letter.headers[headers.SUBMISSION]) for letter in self.server.streams[DEAD].messages.values()
         )
         for number, job in self.submissions.items():
-            self._check_end(job, results.get(number, []), letters[number])
+            self._check_end(job, results.get(number, []), letters[self.repeats.get(number, number)])
             self._check_readers(job)
 
     def close(self) -> None:
@@ -276,7 +283,8 @@ class World:
         self.note(f"{number} ended {status} {error and error.code} by {result.headers[headers.WORKER]}")
         if error is not None and error.code == "internal_error":
             self.wrong(f"{number} ended in a defect")
-        if status == "cancelled" and not any(cancel.aims_at(job) for cancel in self.cancels):
+        meant = self.submissions[self.repeats.get(number, number)]
+        if status == "cancelled" and not any(cancel.aims_at(meant) for cancel in self.cancels):
             self.wrong(f"{number} was cancelled, and nobody wanted that")
         if letters and status != "error":
             self.wrong(f"{number} has a dead letter and the result {status}")

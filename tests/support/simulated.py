@@ -219,9 +219,14 @@ class Server:
             self._expire_at(consumer, sequence, self.time.now + self.ack_wait)
 
     def go_away(self, *, forget: int) -> None:
-        """Down; the newest `forget` chunks were not yet written, nor then the newest deliveries."""
+        """Down; the newest `forget` chunks were not yet written, nor then the newest deliveries.
+
+        Where that is so it was killed, and learns message ids anew from the messages that it has.
+        """
         self.away = True
         if forget:
+            jobs = self.streams[JOBS]
+            jobs.ids = {name: known for name, known in jobs.ids.items() if known[1] in jobs.messages}
             for consumer in self.consumers.values():
                 self._forget_deliveries(consumer)
         for connection in self.connections:

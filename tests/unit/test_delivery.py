@@ -34,7 +34,7 @@ Answerer = Callable[[Job, Reply, Served], Awaitable[bytes]]
 class Bench:
     """One worker's delivery code, and what it did."""
 
-    def __init__(self, work: Answerer, *, attempts: int = 3) -> None:
+    def __init__(self, work: Answerer, *, attempts: int = 3, window: float = 600.0) -> None:
         self.broker = MemoryBroker()
         self.runs = 0
 
@@ -53,6 +53,7 @@ class Bench:
             policy=RetryPolicy(attempts=attempts, jitter=0),
             replies=("_INBOX.",),
             worker="w1",
+            window=window,
         )
 
     def job(self, *, attempt: int = 1, sequence: int = 7, **found: str) -> MemoryDelivery:
@@ -138,6 +139,26 @@ async def test_a_later_submission_with_the_same_id_is_run_and_stores_its_own_res
     await bench.handle(bench.job(sequence=7))
     await bench.handle(bench.job(sequence=9))
     assert [message.headers[headers.SUBMISSION] for message in bench.results] == ["7", "9"]
+
+
+async def test_a_submission_that_repeats_one_that_has_ended_gets_its_answer_and_does_not_run() -> None:
+    """A server that restarted has forgotten the message ids of jobs that are in its queue no more."""
+    bench = Bench(answer)
+    await bench.handle(bench.job(sequence=7, **{headers.MSG_ID: "m1"}))
+    await bench.handle(bench.job(sequence=8, **{headers.MSG_ID: "m2"}))
+    sent = len(bench.broker.sent)
+    bench.broker.seconds = 599.0
+    assert await bench.handle(bench.job(sequence=9, **{headers.MSG_ID: "m1"})) == ("ack", None)
+    assert bench.runs == 2
+    assert [message.headers[headers.SUBMISSION] for message in bench.results] == ["7", "8", "9"]
+    assert bench.results[2].data == bench.results[0].data
+    assert [(each.data, each.headers[headers.SUBMISSION]) for each in bench.broker.sent[sent:]] == [
+        (bench.results[0].data, "9"),
+        (b"", "9"),
+    ]
+    bench.broker.seconds = 601.0
+    await bench.handle(bench.job(sequence=10, **{headers.MSG_ID: "m1"}))
+    assert bench.runs == 3
 
 
 async def test_a_second_owner_cannot_store_a_second_result_a8() -> None:

@@ -1,6 +1,7 @@
 """The delivery contract of durable jobs, in the order of its table: before an attempt, and after it.
 
     taken      → result there already?      acknowledge, nothing else
+               → handed in once more?       the result that it has already, again
                → attempts used up?          dead letter (its last worker died)
                → cancelled while queued?    cancelled, without touching the engine
     succeeded  → result stored once → end mark → acknowledged
@@ -16,9 +17,11 @@ one result however often it was delivered.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 import msgspec
 import structlog
@@ -41,6 +44,7 @@ from workers.bus.layout import STREAM as CHUNKS
 from workers.jobs import cancel
 from workers.jobs.attempt import Attempts, Outcome, facts
 from workers.jobs.cancel import Cancels
+from workers.jobs.duplicate import origin, repeats
 from workers.jobs.history import Point, points
 from workers.jobs.job import Envelope, Job, durable
 from workers.jobs.reply import Reply, Served, error_body, served_headers
@@ -72,6 +76,7 @@ class Deliveries:
         policy: How often and how soon a job is tried again.
         replies: Prefixes of reply subjects that callers may name.
         worker: This worker's id.
+        window: Seconds within which a second submission under one message id is none.
         clock: Monotonic seconds.
     """
 
@@ -85,6 +90,7 @@ class Deliveries:
         policy: RetryPolicy,
         replies: tuple[str, ...],
         worker: str,
+        window: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._broker = broker
@@ -94,6 +100,7 @@ class Deliveries:
         self._policy = policy
         self._replies = replies
         self._worker = worker
+        self._window = window
         self._clock = clock
 
     async def handle(self, delivery: Delivery) -> None:
@@ -128,6 +135,9 @@ class Deliveries:
             log.warning("job.left", reason="another worker may have taken it over", **facts(job))
             return
         expect = 0 if previous is None else previous.sequence
+        if previous is not None and (answer := await self._answered(job, delivery.message)) is not None:
+            await self._restate(delivery, envelope, answer, expect)
+            return
         if job.attempt > self._policy.attempts:
             error = AttemptsExhausted(f"{job.attempt - 1} attempts ended without an answer")
             await self._bury(delivery, self._failed(job, error), expect)
@@ -142,6 +152,31 @@ class Deliveries:
         finally:
             forget()
         await self._settle(delivery, outcome, expect)
+
+    async def _answered(self, job: Job, message: Stored) -> Stored | None:
+        """The result of the submission that this one repeats; see `duplicate`."""
+        results = await self._broker.read(RESULTS, self._subjects.result(job.owner, job.id))
+        window = self._window
+        return next((each for each in reversed(results) if repeats(message, each, window=window)), None)
+
+    async def _restate(self, delivery: Delivery, envelope: Envelope, answer: Stored, expect: int) -> None:
+        """What was answered is the answer to a repeated submission too, under its own number."""
+        job = envelope.job
+        with contextlib.suppress(CallerError):
+            job, _ = envelope.open()  # It may name where its answer goes.
+        told = {name: text for name, text in answer.headers.items() if not name.startswith("Nats-")}
+        found = told | {headers.SUBMISSION: str(job.submission)}
+        job = msgspec.structs.replace(job, attempt=_number(told[headers.ATTEMPT]))
+        subject = self._subjects.result(job.owner, job.id)
+        store = functools.partial(self._store_once, job, answer.data, found, expect)
+        if await self._patiently(subject, store) and not delivery.stale:
+            prefill = told.get(headers.PREFILL_WORKER)
+            reply = Reply(self._broker, job, Served(worker=told[headers.WORKER], prefill=prefill))
+            reply.whole(answer.data)
+            reply.end(cast(headers.Status, told[headers.STATUS]))
+            await self._broker.flush()
+        await delivery.ack()
+        log.warning("job.acknowledged", reason="it had ended under an earlier number", **facts(job))
 
     async def _numbered(self, envelope: Envelope) -> Envelope:
         """The attempt's number is above all that readers have seen: a server that was killed counts anew."""
@@ -217,21 +252,22 @@ class Deliveries:
         says nothing more to readers, who may be listening to its successor.
         """
         try:
-            ours = await self._store_result(outcome, expect)
+            ours = await self._store_result(delivery, outcome, expect)
         except PayloadTooLarge as error:
             # Another attempt would not make it smaller.
             outcome.error = PayloadTooLarge(f"the answer as a whole cannot be stored: {error.message}")
             outcome.body = error_body(outcome.job, outcome.error)
-            ours = await self._store_result(outcome, expect)
+            ours = await self._store_result(delivery, outcome, expect)
         if not ours:
             log.warning("job.superseded", **facts(outcome.job))
         elif not delivery.stale:
             outcome.answer()
             await self._broker.flush()
 
-    async def _store_result(self, outcome: Outcome, expect: int) -> bool:
+    async def _store_result(self, delivery: Delivery, outcome: Outcome, expect: int) -> bool:
         job = outcome.job
-        found = {headers.STATUS: outcome.status, **served_headers(job, outcome.served)}
+        served = served_headers(job, outcome.served)
+        found = {headers.STATUS: outcome.status, **served, **origin(delivery.message)}
         subject = self._subjects.result(job.owner, job.id)
         return await self._patiently(subject, lambda: self._store_once(job, outcome.body, found, expect))
 

@@ -55,6 +55,7 @@ class Decode:
         queue: Where durable jobs are pulled from.
         settings: Of this worker.
         slots: Bound what it takes.
+        window: Seconds within which a second submission of a job is dropped.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Decode:
         *,
         settings: WorkerSettings,
         slots: Slots,
+        window: float,
     ) -> None:
         self._bus = bus
         self._engine = engine
@@ -91,6 +93,7 @@ class Decode:
             policy=RetryPolicy(attempts=settings.max_deliver),
             replies=settings.reply_prefixes,
             worker=settings.worker,
+            window=window,
         )
         model = engine.info.model
         self.endpoints = (

@@ -145,7 +145,8 @@ class _Worker:
             return Prefill(bus, engine, slots, worker=settings.worker, replies=settings.reply_prefixes)
         queue: JobQueue = await job_queue(bus, engine.info.model, settings)
         fleet = registry if self._role == "decode" else None
-        return Decode(bus, engine, fleet, queue, settings=settings, slots=slots)
+        window = self._settings.streams.duplicate_window
+        return Decode(bus, engine, fleet, queue, settings=settings, slots=slots, window=window)
 
     async def _provision_again(self, bus: Bus) -> None:
         """After every reconnection: streams in memory do not outlive their server."""
