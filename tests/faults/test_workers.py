@@ -85,6 +85,27 @@ async def test_sigterm_while_idle_with_an_open_pull_exits_at_once_and_hands_noth
     assert (info.num_pending, info.num_ack_pending) == (1, 0)
 
 
+async def test_a_worker_that_cannot_be_told_of_has_taken_nothing_when_it_gives_up(tmp_path: Path) -> None:
+    users = """
+    no_auth_user: anybody
+    authorization { users: [
+      {user: anybody, password: any}
+      {user: worker, password: any, permissions: {publish: ">", subscribe: {allow: ">", deny: "$SRV.>"}}}
+    ] }
+    """
+    async with (
+        NatsServer(tmp_path / "nats", sync_interval=None, extra=users) as server,
+        fleet(server, tmp_path) as workers,
+    ):
+        nc = await nats.connect(server.url)
+        await submit(nc, "j1")
+        worker = await workers.start("both", SLOW, ready=False, nats_user="worker", nats_password="any")
+        assert await worker.wait() == 3
+        info = await nc.jetstream().consumer_info("INFER_JOBS", "scripted-batch")
+        assert (info.num_pending, info.num_ack_pending) == (1, 0)
+        await nc.close()
+
+
 async def test_a_second_sigterm_hands_running_work_back_at_once(nc: Client, workers: Fleet) -> None:
     worker = await workers.start("both", ENDLESS, grace=300)
     stream, live = await Answer.on(nc, "infer.stream.acme.j1"), await request(nc)

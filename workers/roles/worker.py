@@ -124,13 +124,15 @@ class _Worker:
             program = await self._program(bus, engine, registry, slots)
             slots.changed = program.slots_changed
             self._catch_signals()
-            await program.start()
-            await registry.announce("ready")
-            log.info("worker.ready", model=info.model, slots=slots.total, engine=info.name)
-            async with self._service(bus, described, program), asyncio.TaskGroup() as group:
-                provisioning = group.create_task(self._provision_again(bus))
-                code = await self._until_stopped(bus, engine)
-                provisioning.cancel()
+            # Before it takes anything: a server that does not answer for a moment fails this start.
+            async with self._service(bus, described, program):
+                await program.start()
+                await registry.announce("ready")
+                log.info("worker.ready", model=info.model, slots=slots.total, engine=info.name)
+                async with asyncio.TaskGroup() as group:
+                    provisioning = group.create_task(self._provision_again(bus))
+                    code = await self._until_stopped(bus, engine)
+                    provisioning.cancel()
             if code == EXIT_OK:
                 await registry.announce("draining")
                 log.info("worker.draining", busy=slots.busy)
