@@ -81,8 +81,14 @@ async def test_sigterm_while_idle_with_an_open_pull_exits_at_once_and_hands_noth
     worker = await workers.start("both", SLOW)
     assert await stop(worker) == 0
     await submit(nc, "j1")
-    info = await nc.jetstream().consumer_info("INFER_JOBS", "scripted-batch")
-    assert (info.num_pending, info.num_ack_pending) == (1, 0)
+
+    async def waits() -> bool:
+        # The server counts a job for its consumer a moment after it has acknowledged it.
+        info = await nc.jetstream().consumer_info("INFER_JOBS", "scripted-batch")
+        return (info.num_pending, info.num_ack_pending) == (1, 0)
+
+    # Sooner than a job that was handed out would come back.
+    await eventually(waits, within=1.0)
 
 
 async def test_a_worker_that_cannot_be_told_of_has_taken_nothing_when_it_gives_up(tmp_path: Path) -> None:
