@@ -55,8 +55,8 @@ bench: env ## benchmarks; results go to benchmarks/results
 	$(BIN)/python -m benchmarks
 
 .PHONY: soak
-soak: env ## long runs: memory and leftovers over many thousand requests
-	$(BIN)/python -m benchmarks soak
+soak: env ## kill, stop and restart workers and server under load, then account for every job; SOAK_SECONDS=600
+	@$(BIN)/python -m tests.soak
 
 .PHONY: lock
 lock: dev ## compile requirements/*.in into pinned lists; LOCK_ARGS=--upgrade moves the pins

@@ -1,4 +1,4 @@
-"""python -m benchmarks [plane] [engine] [memory] [soak] [--quick] [--out DIR] [--wait SECONDS]"""
+"""python -m benchmarks [plane] [engine] [memory] [endurance] [--quick] [--out DIR] [--wait SECONDS]"""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALL: Final = {
     "plane": Benchmark(plane.measure, plane.show),
     "engine": Benchmark(engine.measure, engine.show),
     "memory": Benchmark(memory.measure, memory.show),
-    "soak": Benchmark(memory.soak, memory.show),
+    "endurance": Benchmark(memory.endurance, memory.show),
 }
 DEFAULT: Final = ("plane", "engine", "memory")
 

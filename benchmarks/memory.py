@@ -107,9 +107,9 @@ async def measure(console: Console, *, quick: bool) -> Report:
     return await _measure(console, "memory", total=2_000 if quick else SETTLED + 10_000, quick=quick)
 
 
-async def soak(console: Console, *, quick: bool) -> Report:
+async def endurance(console: Console, *, quick: bool) -> Report:
     """100,000 requests to each layout."""
-    return await _measure(console, "soak", total=2_000 if quick else 100_000, quick=quick)
+    return await _measure(console, "endurance", total=2_000 if quick else 100_000, quick=quick)
 
 
 async def _measure(console: Console, name: str, *, total: int, quick: bool) -> Report:
