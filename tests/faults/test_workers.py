@@ -129,6 +129,19 @@ async def test_a_second_sigterm_hands_running_work_back_at_once(nc: Client, work
     assert await stop(other) == 0
 
 
+async def test_sigterm_while_nats_is_away_ends_in_time_and_the_job_goes_on_elsewhere(
+    nc: Client, workers: Fleet, server: NatsServer
+) -> None:
+    worker = await workers.start("both", SLOW, grace=2)
+    await submit(nc, "j1")
+    await eventually(lambda: workers.events(worker, "job.started"))
+    await server.kill()
+    assert await asyncio.wait_for(stop(worker), 30) == 0
+    await server.restart()
+    await workers.start("both", SLOW)
+    assert (await result(nc, "j1", within=30)).headers["Infer-Status"] == "ok"
+
+
 async def test_a_job_goes_on_elsewhere_when_the_grace_period_is_over(nc: Client, workers: Fleet) -> None:
     worker = await workers.start("both", ENDLESS, grace=0.2)
     stream = await Answer.on(nc, "infer.stream.acme.j1")

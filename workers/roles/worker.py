@@ -137,7 +137,11 @@ class _Worker:
                 await registry.announce("draining")
                 log.info("worker.draining", busy=slots.busy)
                 await program.drain(grace=settings.grace, hurry=self._hurry)
-                await bus.flush()
+                try:
+                    await bus.flush()
+                except BusUnavailable as error:
+                    # What must not be lost is confirmed one by one, and comes back where it was not.
+                    log.warning("drain.not_flushed", reason=error.message)
         log.info("worker.stopped", code=code)
         return code
 
