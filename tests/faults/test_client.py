@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from schemas.answers import TokenAnswer, TokenChunk
 from tests.support.eventually import eventually
-from tests.support.fleet import Fleet, fleet
+from tests.support.fleet import Fleet
 from workers.bus import layout
 from workers.client import Client, JobStream, Restarted, text
 from workers.stack.server import NatsServer
@@ -23,24 +21,6 @@ BODY = {"token_ids": [1, 2], "max_tokens": 60}
 SENTENCE = "A sentence that is long enough for a worker to die in the middle of it."
 TALKING = f'tokenizer = true\n[[rules]]\ntext = "{SENTENCE}"\ncontinues = true\ndelay = 0.03\n'
 EXPECTED = list(range(3, 63))
-
-
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
-    async with NatsServer(tmp_path / "nats", sync_interval=None) as found:
-        yield found
-
-
-@pytest.fixture
-async def workers(server: NatsServer, tmp_path: Path) -> AsyncIterator[Fleet]:
-    async with fleet(server, tmp_path) as found:
-        yield found
-
-
-@pytest.fixture
-async def client(server: NatsServer) -> AsyncIterator[Client]:
-    async with Client.connect(server.url) as found:
-        yield found
 
 
 async def follow(stream: JobStream, seen: list[int], events: list[Any]) -> None:

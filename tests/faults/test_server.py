@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from schemas.answers import TokenAnswer
 from schemas.errors import InferbusError
 from tests.support.eventually import eventually
-from tests.support.fleet import Fleet, fleet
+from tests.support.fleet import Fleet
 from workers.client import Client, Job
 from workers.stack.processes import spawn
 from workers.stack.server import NatsServer
@@ -49,25 +48,6 @@ async def main() -> None:
 
 asyncio.run(main())
 """
-
-
-@pytest.fixture
-async def server(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[NatsServer]:
-    more = getattr(request, "param", {})
-    async with NatsServer(tmp_path / "nats", sync_interval=None, **more) as found:
-        yield found
-
-
-@pytest.fixture
-async def workers(server: NatsServer, tmp_path: Path) -> AsyncIterator[Fleet]:
-    async with fleet(server, tmp_path) as found:
-        yield found
-
-
-@pytest.fixture
-async def client(server: NatsServer) -> AsyncIterator[Client]:
-    async with Client.connect(server.url) as found:
-        yield found
 
 
 def body(tokens: int) -> dict[str, Any]:

@@ -30,18 +30,6 @@ BODY = b'{"token_ids":[1,2]}'
 
 
 @pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
-    async with NatsServer(tmp_path / "nats", sync_interval=None) as found:
-        yield found
-
-
-@pytest.fixture
-async def workers(server: NatsServer, tmp_path: Path) -> AsyncIterator[Fleet]:
-    async with fleet(server, tmp_path) as found:
-        yield found
-
-
-@pytest.fixture
 async def nc(server: NatsServer) -> AsyncIterator[Client]:
     client = await nats.connect(server.url)
     yield client
