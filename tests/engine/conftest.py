@@ -33,7 +33,7 @@ def model() -> str:
     return str(models.ensure("tiny"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def fleet(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, RemoteEngine]]:
     """`both`, a pair of `prefill` and `decode`, and `bare`: one without a tokenizer.
 
