@@ -62,6 +62,7 @@ class LocalStack:
         roles: the workers to start, one process each.
         flags: SGLang's flags for every worker.
         role_flags: SGLang's flags for one role, after `flags`.
+        own_flags: SGLang's flags for each of `roles`, in their order, after those.
         env: variables for the workers; None takes one away.
         scripted: a script to replay instead of running SGLang; `model_path` is not used then.
         directory: for logs and streams; temporary by default.
@@ -79,6 +80,7 @@ class LocalStack:
         roles: Sequence[Role] = ("prefill", "decode"),
         flags: Sequence[str] = (),
         role_flags: Mapping[Role, Sequence[str]] | None = None,
+        own_flags: Sequence[Sequence[str]] = (),
         env: Mapping[str, str | None] | None = None,
         scripted: Path | None = None,
         directory: Path | None = None,
@@ -96,6 +98,7 @@ class LocalStack:
         self._roles = roles
         self._flags = flags
         self._role_flags = role_flags or {}
+        self._own_flags = own_flags or [()] * len(roles)
         self._env = env or {}
         self._scripted = scripted
         self._ready_timeout = ready_timeout
@@ -121,15 +124,28 @@ class LocalStack:
             server.cancel()
             worker.cancel()
 
+    async def add(self, role: Role, flags: Sequence[str] = ()) -> str:
+        """Start one more worker, as the others were started, and wait until it is ready; its name.
+
+        Args:
+            role: Of the worker.
+            flags: SGLang's, for it alone.
+        """
+        started = time.monotonic()
+        name = await self._start(role, flags, free_ports(1)[0])
+        await self._ready(started, {name: self.workers[name]})
+        return name
+
     async def __aenter__(self) -> LocalStack:
         try:
             await self._exit.enter_async_context(self.server)
             self._report(f"NATS server with JetStream at {self.url}")
             await self._exit.enter_async_context(self._children)
             started = time.monotonic()
-            for role, port in zip(self._roles, free_ports(len(self._roles)), strict=True):
-                await self._start(role, port)
-            await self._ready(started)
+            ports = free_ports(len(self._roles))
+            for role, flags, port in zip(self._roles, self._own_flags, ports, strict=True):
+                await self._start(role, flags, port)
+            await self._ready(started, self.workers)
         except BaseException as error:
             await self._close(keep=isinstance(error, StackError))
             raise
@@ -147,7 +163,7 @@ class LocalStack:
             if self._temporary and not keep:
                 shutil.rmtree(self.directory, ignore_errors=True)
 
-    async def _start(self, role: Role, port: int) -> None:
+    async def _start(self, role: Role, flags: Sequence[str], port: int) -> str:
         name = f"{role}-{secrets.token_hex(2)}"
         command = [*PROGRAM, "worker", role]
         if self._scripted is not None:
@@ -157,9 +173,10 @@ class LocalStack:
             command += ["--model-path", str(self._model_path), "--host", HOST]
             # Engines that start at the same time have been seen to draw the same one.
             command += ["--nccl-port", str(port)]
-            command += [*self._flags, *self._role_flags.get(role, ())]
+            command += [*self._flags, *self._role_flags.get(role, ()), *flags]
         child = await spawn(name, command, log=self.directory / f"{name}.log", env=self._environment(name))
         self.workers[name] = self._children.add(child)
+        return name
 
     def _environment(self, worker: str) -> dict[str, str | None]:
         """What is set for a worker. How to reach and log in to other servers does not count here."""
@@ -175,12 +192,12 @@ class LocalStack:
             **self._env,
         }
 
-    async def _ready(self, started: float) -> None:
-        """Wait until every worker has announced itself."""
+    async def _ready(self, started: float, workers: Mapping[str, Child]) -> None:
+        """Wait until each of these has announced itself."""
         async with Client.connect(self.url, name="inferbus stack") as client:
             waiting = {
                 asyncio.create_task(self._worker_ready(client, name, child)): name
-                for name, child in self.workers.items()
+                for name, child in workers.items()
             }
             try:
                 for done in asyncio.as_completed(waiting):
