@@ -1,11 +1,13 @@
 """A load generator that costs little, so that it is not what is measured: NATS's protocol on a bare socket.
 
 It keeps a number of live requests open at a time, counts the messages that come back by the lengths that the
-server states, and checks every end mark: an answer that failed, or lost a chunk, fails the reading.
+server states, and checks every end mark: an answer that failed, or lost a chunk, fails the reading. Or it
+sends requests at given moments, however many are open (`Wire.paced`), and tells of each what became of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
@@ -22,6 +24,8 @@ from schemas import headers
 
 SILENCE: Final = 60.0
 """Seconds without a byte after which a reading has failed."""
+LOOK_EVERY: Final = 0.5
+"""Seconds between looks at who has been silent."""
 BLOCK: Final = 512 * 1024
 SHOWN: Final = 400
 """Bytes of a message in an error."""
@@ -35,6 +39,11 @@ _OPTIONS: Final = {
     "version": "0",
     "name": "inferbus benchmark",
 }
+SILENT: Final = "silent"
+"""Fate of a request that was not answered to its end: nothing more came for it."""
+LOST: Final = "lost a chunk"
+NO_RESPONDERS: Final = "no_responders"
+_CODE: Final = re.compile(rb'"code":\s*"(\w+)"')
 _STATUS: Final = re.compile(rf"\r\n{headers.STATUS}: (\w+)\r\n".encode())
 _CHUNKS: Final = re.compile(rf"\r\n{headers.CHUNKS}: (\d+)\r\n".encode())
 
@@ -59,6 +68,22 @@ class Tally(msgspec.Struct, kw_only=True):
     bytes: int = 0
     first: list[float] = []
     cpu: float = 0.0
+
+
+class Sent(msgspec.Struct, kw_only=True):
+    """What became of one request that was sent at its moment.
+
+    Attributes:
+        due: When it was to be sent, in seconds after the first one.
+        sent: When it was.
+        moments: When its chunks came, by the same clock.
+        fate: `ok`, or why not: an error's code, `no_responders`, `silent`, `lost a chunk`.
+    """
+
+    due: float
+    sent: float = 0.0
+    moments: list[float] = []
+    fate: str = ""
 
 
 class Wire:
@@ -133,6 +158,35 @@ class Wire:
             raise LoadFailed(f"{run.tally.chunks} chunks came of {run.stated} that were sent")
         return run.tally
 
+    def paced(
+        self, subject: str, bodies: Sequence[bytes], due: Sequence[float], *, silence: float = SILENCE
+    ) -> list[Sent]:
+        """Sends every request at its moment, and returns once each was answered or has been silent too long.
+
+        Args:
+            subject: Where to.
+            bodies: One a request.
+            due: When each is sent, in seconds from now, rising.
+            silence: Seconds without a message after which a request is given up.
+        """
+        run = _Paced(f"{self._inbox}.{self._runs}".encode(), subject.encode(), bodies, due)
+        self._runs += 1
+        rest = b""
+        while (wait := run.wait(silence)) is not None:
+            self._socket.settimeout(wait)
+            try:
+                # Nothing came in time: then the next request is due, or one has been silent for too long.
+                with contextlib.suppress(TimeoutError):
+                    rest, _ = run.read(rest + self._block())
+            finally:
+                self._socket.settimeout(SILENCE)
+            if run.pinged:
+                self._socket.sendall(b"PONG\r\n")
+                run.pinged = False
+            if count := run.count_due():
+                self._send(run, count)
+        return run.all
+
     def _send(self, run: _Run, count: int) -> None:
         frames = run.next_frames(count)
         if frames:
@@ -140,9 +194,12 @@ class Wire:
 
     def _receive(self) -> bytes:
         try:
-            block = self._socket.recv(BLOCK)
+            return self._block()
         except TimeoutError:
             raise LoadFailed(f"nothing came for {SILENCE:g} s") from None
+
+    def _block(self) -> bytes:
+        block = self._socket.recv(BLOCK)
         if not block:
             raise LoadFailed("the server closed the connection")
         return block
@@ -210,7 +267,7 @@ class _Run:
             if end > len(data):
                 break
             if verb == b"HMSG":
-                self._end(data[eol + 2 : end], data[body:position], empty=int(words[-2]) == size)
+                self._end(words[1], data[eol + 2 : end], data[body:position], empty=int(words[-2]) == size)
                 ended += 1
             else:
                 chunks += 1
@@ -232,12 +289,84 @@ class _Run:
         elif verb == b"-ERR":
             raise LoadFailed(f"the server said {line.decode(errors='replace')}")
 
-    def _end(self, block: bytes, before: bytes, *, empty: bool) -> None:
+    def _end(self, reply: bytes, block: bytes, before: bytes, *, empty: bool) -> None:
         status, count = _STATUS.search(block), _CHUNKS.search(block)
         if not empty or status is None or count is None or status[1] != b"ok":
             text = b"%b; the message before it: %b" % (block.strip(), before[:SHOWN].strip())
             raise LoadFailed(f"an answer ended with {text.decode(errors='replace')!r}")
         self.stated += int(count[1])
+
+
+class _Paced(_Run):
+    """Requests with a moment each. One that fails is an outcome here, and no reason to stop.
+
+    Attributes:
+        all: What became of each so far.
+    """
+
+    def __init__(self, inbox: bytes, subject: bytes, bodies: Sequence[bytes], due: Sequence[float]) -> None:
+        self._times: dict[bytes, list[float]] = {}
+        super().__init__(inbox, subject, bodies, self._times)
+        self.all = [Sent(due=moment) for moment in due]
+        self._started = time.perf_counter()
+        self._open: dict[bytes, Sent] = {}
+        self._looked = 0.0
+
+    def wait(self, silence: float) -> float | None:
+        """Seconds until something has to be done though nothing comes; None once all is over."""
+        now = time.perf_counter() - self._started
+        if now - self._looked > min(LOOK_EVERY, silence):
+            self._looked = now
+            for reply, request in list(self._open.items()):
+                if now - (request.moments[-1] if request.moments else request.sent) > silence:
+                    request.fate = SILENT
+                    del self._open[reply]
+        if self._sent < len(self.all):
+            return max(1e-4, self.all[self._sent].due - now)
+        return min(LOOK_EVERY, silence) if self._open else None
+
+    def count_due(self) -> int:
+        """Requests whose moment has come."""
+        now, count = time.perf_counter() - self._started, 0
+        while self._sent + count < len(self.all) and self.all[self._sent + count].due <= now:
+            count += 1
+        return count
+
+    def next_frames(self, count: int) -> bytes:
+        """The next requests; their clocks start now."""
+        first = self._sent
+        frames = super().next_frames(count)
+        now = time.perf_counter() - self._started
+        for number in range(first, self._sent):
+            reply, request = b"%b.%d" % (self._inbox, number), self.all[number]
+            request.sent = now
+            self._open[reply] = request
+        return frames
+
+    def read(self, data: bytes) -> tuple[bytes, int]:
+        """Takes the whole messages in `data`; what is left over, and how many answers ended."""
+        found = super().read(data)
+        for reply, times in self._times.items():
+            if (request := self._open.get(reply)) is not None:
+                request.moments += [moment - self._started for moment in times]
+        self._times.clear()
+        return found
+
+    def _end(self, reply: bytes, block: bytes, before: bytes, *, empty: bool) -> None:
+        request = self._open.pop(reply, None)
+        if request is None:
+            return
+        request.moments += [moment - self._started for moment in self._times.pop(reply, [])]
+        status, count = _STATUS.search(block), _CHUNKS.search(block)
+        if b" 503" in block[: block.find(b"\r\n")]:
+            request.fate = NO_RESPONDERS
+        elif status is None or count is None:
+            request.fate = "unreadable"
+        elif status[1] == b"ok":
+            request.fate = "ok" if int(count[1]) == len(request.moments) else LOST
+        else:
+            code = _CODE.search(before)
+            request.fate = (code[1] if code else status[1]).decode()
 
 
 def encode(body: dict[str, Any]) -> bytes:
