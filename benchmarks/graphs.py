@@ -1,6 +1,7 @@
-"""Draws the graphs of docs/performance.md from the readings in results/h200.
+"""Draws the graphs of docs/performance.md from the readings in results/h200, or of a comparison of layouts.
 
 python -m benchmarks.graphs [DIR]
+python -m benchmarks.graphs --rates FILE [DIR]
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Final
 
 import msgspec
 
+from benchmarks.disaggregation import Reading as Paced
 from benchmarks.gpu import Reading
 from benchmarks.report import RESULTS, write
 
@@ -57,7 +59,8 @@ def bars(
     shown: Callable[[float], str],
 ) -> str:
     """Grouped bars as an SVG; every bar carries its value."""
-    top = max(value for _, values in series for value in values)
+    # Where nothing was good enough all bars are 0.
+    top = max(value for _, values in series for value in values) or 1.0
     plot, slot = HEIGHT - TOP - BOTTOM, (WIDTH - LEFT - 12) / len(groups)
     wide = min(46.0, slot * 0.86 / len(series))
 
@@ -98,8 +101,41 @@ def _text(x: float, y: float, text: str, *, size: int, anchor: str = "start", we
     )
 
 
+class PacedFile(msgspec.Struct):
+    """What is read of a report of `benchmarks.disaggregation`."""
+
+    readings: list[Paced]
+
+
+def rates(report: Path, folder: Path) -> None:
+    """Draws goodput and the first token's 99th percentile over the rate, for each trace of a comparison."""
+    readings = msgspec.json.decode(report.read_bytes(), type=PacedFile).readings
+    layouts = list(dict.fromkeys(each.layout for each in readings))
+    for trace in dict.fromkeys(each.trace for each in readings):
+        mine = {(each.layout, each.rate): each.outcome for each in readings if each.trace == trace}
+        # A rate that some layout has no reading of, as the time was over, cannot be compared.
+        sent = sorted({rate for _, rate in mine})
+        sent = [rate for rate in sent if all((layout, rate) in mine for layout in layouts)]
+        if not sent:
+            continue
+        groups = [f"{rate:g}/s" for rate in sent]
+        good = [(layout, [mine[layout, rate].goodput for rate in sent]) for layout in layouts]
+        firsts = {key: found.first.p99 if found.first else 0.0 for key, found in mine.items()}
+        late = [(layout, [firsts[layout, rate] for rate in sent]) for layout in layouts]
+        title = f"{trace} prompts: good answers a second, by requests a second"
+        write(folder / f"rates-{trace}-goodput.svg", bars(title, "", groups, good, lambda v: f"{v:.1f}"))
+        title = f"{trace} prompts: time to the first token, p99 in ms, by requests a second"
+        write(folder / f"rates-{trace}-first.svg", bars(title, "", groups, late, lambda v: f"{v:,.0f}"))
+
+
 def main(arguments: Sequence[str]) -> int:
     """Draws all of them."""
+    if arguments[:1] == ["--rates"]:
+        report, *to = map(Path, arguments[1:])
+        target = to[0] if to else report.parent
+        target.mkdir(parents=True, exist_ok=True)
+        rates(report, target)
+        return 0
     folder = Path(arguments[0]) if arguments else FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     single, after = Source("gpu-single-before"), Source("gpu-single")
