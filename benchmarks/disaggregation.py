@@ -259,7 +259,7 @@ class Run:
         more = ""
         if told is not None and told.seconds is not None:
             more = f", hand-off {told.seconds.p50:.0f} (p99 {told.seconds.p99:.0f}) ms"
-            more += f", {told.gbytes['p50']:.2f} GB/s" if told.gbytes else ""
+            more += f", {told.gbytes['p50']:.3g} GB/s" if told.gbytes else ""
         self._say(f"{name}, {trace.name} at {rate:g}/s: {outcome.shown()}{more}")
         self.save()
 

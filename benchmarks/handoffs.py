@@ -61,7 +61,7 @@ class Logs:
         if token_bytes and seconds:
             size = prompt * token_bytes / 1e9
             fast, middle = seconds[len(seconds) // 10], seconds[len(seconds) // 2]
-            speeds = {"p50": round(size / middle, 3), "p90": round(size / fast, 3)}
+            speeds = {"p50": round(size / middle, 6), "p90": round(size / fast, 6)}
         failed = sum(event["event"] in ("handoff.failed", "handoff.refused") for event in events)
         return Handoffs(seconds=Quantiles.of(seconds), gbytes=speeds, failed=failed)
 
