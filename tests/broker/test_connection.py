@@ -435,6 +435,30 @@ async def test_leaving_a_queue_group_loses_no_message(bus: Bus, connect: Connect
 
 
 @pytest.mark.faults
+async def test_what_was_unsubscribed_while_the_server_restarted_does_not_come_back(
+    bus: Bus, server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nats-py makes it anew at the reconnection; as a member of a queue group it would swallow requests."""
+    end_interest = natspy.end_interest
+
+    async def interrupted(client: Any, sub: Any, flush: Any) -> bool:
+        async def restarted() -> None:
+            await server.kill()
+            await eventually(lambda: not bus.connected)
+            await server.restart()
+            await flush()
+
+        return await end_interest(client, sub, restarted)
+
+    subscription = await bus.subscribe("wanted", lambda _: None, queue="workers")
+    monkeypatch.setattr(natspy, "end_interest", interrupted)
+    monkeypatch.setattr("workers.bus.connection.TIMEOUT", 30.0)
+    await subscription.unsubscribe()
+    with pytest.raises(NoResponders):
+        await bus.request("wanted")
+
+
+@pytest.mark.faults
 async def test_what_was_unsubscribed_while_away_does_not_come_back(bus: Bus, server: NatsServer) -> None:
     got: list[Message] = []
     left = await bus.subscribe("a", got.append)

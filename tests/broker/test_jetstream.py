@@ -111,8 +111,9 @@ async def test_a20_at_its_limit_a_stream_refuses_and_nothing_is_lost(bus: Bus) -
 
 async def test_storing_is_tried_again_while_no_stream_answers(bus: Bus) -> None:
     """ADR-22: a leader may be under election."""
+    before = bus.writer.sent
     storing = asyncio.create_task(bus.store("s.a", b"data"))
-    await asyncio.sleep(0.1)
+    await eventually(lambda: bus.writer.sent > before)
     await make(bus)
     assert await storing == 1
 

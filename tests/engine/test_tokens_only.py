@@ -83,7 +83,11 @@ async def test_the_death_of_the_scheduler_ends_the_process_and_leaves_nothing(
     if tokens_only.process is None:
         pytest.skip("the engine belongs to an earlier test run")
     running = asyncio.ensure_future(leg_of(tokens_only, [1, 2], max_new_tokens=3000))
-    await asyncio.sleep(0.2)
+
+    async def generating() -> bool:
+        return (await tokens_only.load()).running > 0
+
+    await eventually(generating, what="a request under way")
     os.kill(tokens_only.children[0], signal.SIGKILL)
     code = await asyncio.to_thread(tokens_only.process.wait, 30)
     assert code == ENGINE_DIED

@@ -387,19 +387,23 @@ class Bus:
 
     async def _leave(self, sub: Any) -> None:
         """Unsubscribes while connected, then waits a while; else forgets it, so that it is not made anew."""
-        lingers = False
+        lingers, before = False, self.reconnects
         try:
             if self.connected:
                 async with asyncio.timeout(TIMEOUT):
                     lingers = await natspy.end_interest(self._client, sub, self.flush)
                     if not lingers:
                         await sub.drain()
+                    elif self.reconnects != before:
+                        # It was made anew meanwhile, and nobody would end it.
+                        lingers = False
+                        await sub.unsubscribe()
             else:
                 await sub.unsubscribe()
         except (BusUnavailable, TimeoutError, nats.errors.Error, OSError) as error:
             log.debug("bus.unsubscribe_failed", subject=sub.subject, error=str(error))
         finally:
-            if lingers:
+            if lingers and self.connected:
                 self._lingering[sub] = asyncio.get_running_loop().call_later(LINGER, self._forget, sub)
             else:
                 natspy.forget_subscription(self._client, sub)
