@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from workers.engine.sglang import LaunchFailed, bootstrap, options, version
 from workers.engine.sglang.checks import Bounds
 from workers.engine.sglang.prompts import SGLangPrompt
 from workers.engine.sglang.redact import safe, unquoted
+from workers.engine.sglang.serving import THREADS, Serving
 from workers.engine.sglang.stops import with_reach
 
 BOUNDS = Bounds(context_length=100, longest_prompt=90, longest_total=96, vocabulary=50)
@@ -238,3 +240,37 @@ def test_importing_the_adapter_imports_neither_sglang_nor_torch() -> None:
         "sys.exit(bool({'sglang', 'torch', 'nixl', 'psutil'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+async def test_of_prompts_that_come_at_once_the_first_are_converted_first_and_a_few_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[str] = []
+    go_on = threading.Event()
+
+    def convert(asked: Any, _raw: None) -> tuple[Any, Any]:
+        begun.append(asked.messages[0]["content"])
+        go_on.wait(10)
+        return SimpleNamespace(input_ids=[1]), asked
+
+    handler = SimpleNamespace(
+        _validate_request=lambda asked: None, _convert_to_internal_request=convert, chat_encoding_spec=None
+    )
+    # What is imported of SGLang here, whose import takes ten seconds.
+    for name, kind in (
+        ("serving_completions", "OpenAIServingCompletion"),
+        ("protocol", "ChatCompletionRequest"),
+    ):
+        stand_in = SimpleNamespace(**{kind: lambda *_, **fields: SimpleNamespace(**fields)})
+        monkeypatch.setitem(sys.modules, f"sglang.srt.entrypoints.openai.{name}", stand_in)
+    manager = SimpleNamespace(serving_chat_class=lambda *_: handler, served_model_name="m")
+    serving = Serving(SimpleNamespace(tokenizer_manager=manager, template_manager=None, server_args=None))
+
+    names = [str(number) for number in range(50)]
+    asked = [parse("chat", {"messages": [{"role": "user", "content": name}]}) for name in names]
+    converted = [asyncio.create_task(serving.convert(each)) for each in asked]
+    await eventually(lambda: len(begun) == THREADS)
+    assert sorted(begun) == names[:THREADS]
+    go_on.set()
+    await asyncio.gather(*converted)
+    assert sorted(begun) == sorted(names)

@@ -57,9 +57,12 @@ class OpenAIAnswer:
     async def _feed(self, deltas: AsyncIterable[Delta]) -> AsyncIterator[dict[str, Any]]:
         """Deltas as SGLang's tokenizer manager would stream them for `n` choices."""
         async for delta in deltas:
-            self._id = self._id or delta.meta.get("id") or ""
-            # Each leg has an id of its own; OpenAI's clients expect one for all choices.
-            meta = {**delta.meta, "id": self._id}
+            meta = delta.meta
+            if self._id is None:
+                self._id = meta.setdefault("id", "")
+            elif meta.get("id") != self._id:
+                # Each leg has an id of its own; OpenAI's clients expect one for all choices.
+                meta = {**meta, "id": self._id}
             self._keep(delta, meta)
             yield {
                 "text": delta.text,
