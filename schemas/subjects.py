@@ -131,6 +131,10 @@ class Subjects(msgspec.Struct, frozen=True):
         """A cancellation."""
         return f"{self.prefix}.cancel.{escape(owner)}.{escape(job)}"
 
+    def alive(self, owner: str, job: str) -> str:
+        """The question whether anybody works on a job; whoever does answers, and nobody else."""
+        return f"{self.prefix}.alive.{escape(owner)}.{escape(job)}"
+
     def stream(self, owner: str, job: str) -> str:
         """The chunks of a durable job."""
         return f"{self.prefix}.stream.{escape(owner)}.{escape(job)}"
@@ -143,7 +147,7 @@ class Subjects(msgspec.Struct, frozen=True):
         """A job that will not be tried again."""
         return f"{self.prefix}.dead.{escape(model)}.{_kind(kind)}"
 
-    def all(self, family: Literal["jobs", "stream", "results", "cancel", "dead"]) -> str:
+    def all(self, family: Literal["jobs", "stream", "results", "cancel", "alive", "dead"]) -> str:
         """Filter: everything of one family."""
         return f"{self.prefix}.{family}.>"
 
@@ -167,8 +171,8 @@ class Subjects(msgspec.Struct, frozen=True):
         _owner(name)
         return JobAddress(unescape(model), _class(job_class), name, _kind(kind))
 
-    def parse_key(self, subject: str, family: Literal["stream", "results", "cancel"]) -> JobKey:
-        """The owner and job in a stream, result or cancel subject.
+    def parse_key(self, subject: str, family: Literal["stream", "results", "cancel", "alive"]) -> JobKey:
+        """The owner and job in a subject of one of these families.
 
         Raises:
             InvalidSubject: Not such a subject.

@@ -11,7 +11,7 @@ from schemas.answers import TokenAnswer, TokenChunk
 from tests.support.eventually import eventually
 from tests.support.fleet import Fleet
 from workers.bus import layout
-from workers.client import Client, JobStream, Restarted, text
+from workers.client import Client, JobStream, Restarted, WorkerLost, live, text
 from workers.stack.server import NatsServer
 
 pytestmark = pytest.mark.faults
@@ -80,6 +80,43 @@ async def test_a_killed_worker_is_replaced_in_mid_sentence(client: Client, worke
     assert answer["usage"]["completion_tokens"] == len(SENTENCE)
     assert answer["usage"] == result.answer["usage"]
     assert any(warning.startswith("continued after") for warning in stream.warnings)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "ASK_AFTER", 0.3)
+    monkeypatch.setattr(live, "ASK_EVERY", 0.2)
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_live_request_whose_worker_is_killed_ends_with_an_error_that_says_so(
+    client: Client, workers: Fleet
+) -> None:
+    first = await workers.start("both", SLOW)
+    stream, seen = client.tokens("scripted", BODY["token_ids"], max_tokens=60), list[int]()
+
+    async def listen() -> None:
+        async for chunk in stream:
+            seen.extend(chunk.token_ids)
+
+    reading = asyncio.create_task(listen())
+    await eventually(lambda: len(seen) > 5)
+    first.kill()
+    await workers.start("both", SLOW)
+    with pytest.raises(WorkerLost) as caught:
+        async with asyncio.timeout(30):
+            await reading
+    assert caught.value.retryable
+    assert seen == EXPECTED[: len(seen)]
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_slow_worker_is_not_taken_for_a_dead_one(client: Client, workers: Fleet) -> None:
+    await workers.start("both", "[[rules]]\nlength = 2\ndelay = 3\n")
+    async with asyncio.timeout(30):
+        answer = await client.tokens("scripted", [1, 2], max_tokens=2).answer()
+    assert isinstance(answer, TokenAnswer)
+    assert len(answer.choices[0].token_ids) == 2
 
 
 async def test_a_job_that_is_submitted_once_more_after_its_server_died_does_not_run_again(

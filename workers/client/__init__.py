@@ -8,7 +8,7 @@ from __future__ import annotations
 from workers.client.assembler import Outcome, Restarted
 from workers.client.client import Client
 from workers.client.durable import JobStream
-from workers.client.errors import AnswerLost, TimedOut
+from workers.client.errors import AnswerLost, TimedOut, WorkerLost
 from workers.client.jobs import Job
 from workers.client.live import LiveStream
 from workers.client.messages import Answer, Chunk, Result
@@ -29,5 +29,6 @@ __all__ = [
     "Stats",
     "Stream",
     "TimedOut",
+    "WorkerLost",
     "text",
 ]

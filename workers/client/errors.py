@@ -11,6 +11,12 @@ class TimedOut(InfrastructureError):
     code = "timed_out"
 
 
+class WorkerLost(InfrastructureError):
+    """A live answer has stopped, and no worker says that it works on it: the one that did is gone."""
+
+    code = "worker_lost"
+
+
 class AnswerLost(InfrastructureError):
     """Part of a live answer was lost on the way, and nothing stores live answers."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Final, TypeVar
 
 from schemas.errors import InferbusError
@@ -10,6 +9,7 @@ from schemas.subjects import LIVE_OWNER
 from workers.bus.connection import Bus
 from workers.bus.errors import NotPermitted
 from workers.bus.message import Message
+from workers.client.alive import ASK_AFTER, ASK_EVERY, Question
 from workers.client.assembler import Event
 from workers.client.errors import AnswerLost, TimedOut
 from workers.client.messages import read
@@ -31,7 +31,6 @@ class LiveStream(Stream[C]):
         super().__init__(job)
         self._bus = bus
         self._timeout = timeout
-        self._heard = False
         self._subject = ""
         # The queue's method, not one of this object: a stream that nobody holds any more must go.
         self._inbox = bus.inbox(self._arrived.put_nowait)
@@ -64,7 +63,6 @@ class LiveStream(Stream[C]):
         events = [] if message is None else self._assembler.take(message)
         if self._assembler.missing:
             raise AnswerLost("part of the answer was lost on the way; send the request again")
-        self._heard = True
         return events
 
     async def _last(self) -> list[Event]:
@@ -78,17 +76,25 @@ class LiveStream(Stream[C]):
         return [] if message is None else self._assembler.take(message)
 
     async def _patiently(self) -> Message:
-        timeout = self._timeout
+        """The next message, as long as there may be somebody to send one."""
+        question: Question | None = None
+        waited, timeout = 0.0, float("inf") if self._timeout is None else self._timeout
         try:
-            if not self._heard and (timeout is None or timeout > DENIED_AFTER):
-                with contextlib.suppress(TimeoutError):
-                    return await self._receive(DENIED_AFTER)
-                self._check_permission()
-                timeout = None if timeout is None else timeout - DENIED_AFTER
-            return await self._receive(timeout)
-        except TimeoutError:
-            self._check_permission()
-            raise TimedOut(f"nothing came for {self._timeout:g} s") from None
+            while waited < timeout:
+                pause = DENIED_AFTER if not waited else ASK_EVERY if question else ASK_AFTER - waited
+                pause = min(pause, timeout - waited)
+                try:
+                    return await self._receive(pause)
+                except TimeoutError:
+                    self._check_permission()
+                waited += pause
+                if waited >= ASK_AFTER:
+                    question = question or Question(self._bus, self.job)
+                    question.ask()
+            raise TimedOut(f"nothing came for {timeout:g} s")
+        finally:
+            if question is not None:
+                question.close()
 
     def _check_permission(self) -> None:
         """NATS tells of a publish without permission on the connection, not to whom it concerns."""

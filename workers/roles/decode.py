@@ -12,7 +12,8 @@ from typing import Final
 
 import structlog
 
-from schemas.errors import Draining, InferbusError
+from schemas import headers
+from schemas.errors import CallerError, Draining, InferbusError
 from schemas.subjects import CLASSES
 from workers.bus.connection import Bus
 from workers.bus.message import Callback, Message
@@ -124,6 +125,7 @@ class Decode:
         """Begins to take requests."""
         self._attempts.probe = self._bus.probe_inbox(self._attempts.gone).subject
         await self._bus.subscribe(self._bus.subjects.all("cancel"), self._cancel_arrived)
+        await self._bus.subscribe(self._bus.subjects.all("alive"), self._asked)
         self._bus.on_change(self._connection_changed)
         if self._supply is not None:
             await self._supply.look()
@@ -172,6 +174,20 @@ class Decode:
 
     def _cancel_arrived(self, message: Message) -> None:
         self._cancels.arrived(message.subject, message.headers)
+
+    def _asked(self, message: Message) -> None:
+        """Somebody has not heard of a job for a while: the worker that has it says so."""
+        subjects = self._bus.subjects
+        try:
+            key = subjects.parse_key(message.subject, "alive")
+            reply = subjects.check_reply(
+                message.reply, owner=key.owner, prefixes=self._settings.reply_prefixes
+            )
+        except CallerError as error:
+            log.warning("alive.ignored", code=error.code)
+            return
+        if self._attempts.scopes.find(key):
+            self._bus.send(reply, b"", {headers.WORKER: self._settings.worker})
 
     def _connection_changed(self, connected: bool) -> None:
         if connected:

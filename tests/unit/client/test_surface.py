@@ -11,5 +11,5 @@ def test_the_public_surface_is_what_it_was() -> None:
     assert all(hasattr(client, name) for name in client.__all__)
     assert " ".join(client.__all__) == (
         "Answer AnswerLost Chunk Client Job JobStream LiveStream Outcome Restarted Result Stats Stream "
-        "TimedOut text"
+        "TimedOut WorkerLost text"
     )
