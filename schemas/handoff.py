@@ -71,6 +71,19 @@ class Refused(msgspec.Struct, tag="refused", kw_only=True):
     error: ErrorBody
 
 
+class Transfer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a KV transfer took.
+
+    Attributes:
+        seconds: From the sending of the first piece until the engine knew that the last one was there. A
+            prompt that is computed in several chunks is sent while it is computed.
+        bytes: KV bytes sent by one rank of the engine; with tensor parallelism each sends as many.
+    """
+
+    seconds: float
+    bytes: int
+
+
 class Done(msgspec.Struct, tag="done", omit_defaults=True, kw_only=True):
     """The KV cache was sent.
 
@@ -79,12 +92,14 @@ class Done(msgspec.Struct, tag="done", omit_defaults=True, kw_only=True):
         cached_tokens: How much of the prompt it had in its prefix cache.
         seconds: From acceptance to here.
         input_logprobs: Of the prompt, where asked for; a decode engine cannot tell them.
+        transfer: Of the cache, where the engine can tell.
     """
 
     worker: str
     cached_tokens: int = 0
     seconds: float = 0.0
     input_logprobs: list[Any] | None = None
+    transfer: Transfer | None = None
 
 
 class Failed(msgspec.Struct, tag="failed", kw_only=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from benchmarks.handoffs import token_bytes
 from schemas.errors import Cancelled, InferbusError, NotSupported, TransferFailed
 from schemas.fleet import Bootstrap
 from schemas.requests import parse
@@ -155,6 +157,25 @@ async def test_many_legs_go_through_the_pair_at_once(
     pairs = await asyncio.gather(*(paired(prefill, decode, leg) for leg in legs))
     ones = await asyncio.gather(*(collected(engine.generate(leg)) for leg in legs))
     assert [ids(came) for _, came in pairs] == [ids(one) for one in ones]
+
+
+async def test_prefill_tells_how_long_every_cache_took_and_how_large_it_was(
+    prefill: RemoteEngine, decode: RemoteEngine
+) -> None:
+    signature = prefill.info.signature
+    assert signature is not None
+    lengths = [1, 2, 40, 300, 40]
+    bodies = [{"token_ids": [500 + n, *range(100, 99 + length)]} for n, length in enumerate(lengths)]
+    prompts = [await decode.prepare(parse("tokens", body | GREEDY)) for body in bodies]
+    pairs = await asyncio.gather(*(paired(prefill, decode, prompt.leg(0, rid=rid())) for prompt in prompts))
+    transfers = [sent[-1].transfer for sent, _ in pairs]
+    assert [transfer and transfer.seconds > 0 for transfer in transfers] == [True] * len(lengths)
+    size, token = signature.page_size, token_bytes(signature)
+    assert token == 2 * signature.layers * signature.kv_heads * signature.head_dim * 4
+    assert [transfer and transfer.bytes for transfer in transfers] == [
+        math.ceil(length / size) * size * token for length in lengths
+    ]
+    assert all(delta.transfer is None for _, came in pairs for delta in came)
 
 
 async def test_one_token_through_the_pair_is_an_answer(prefill: RemoteEngine, decode: RemoteEngine) -> None:

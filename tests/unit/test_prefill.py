@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import structlog
 
 from schemas import codec, handoff
 from schemas.subjects import Subjects
@@ -33,13 +34,8 @@ class _Bus:
         self.said.append(msgspec.msgpack.decode(data, type=handoff.FromPrefill))
 
 
-@pytest.mark.parametrize("between", ["nothing", "a moment"])
-async def test_an_aborted_hand_off_frees_its_slot_even_if_it_had_not_begun(between: str) -> None:
-    """Both messages in one read from the socket: the task is cancelled before its first step."""
-    engine = ScriptedEngine(Script(rules=[Rule(first_delay=60.0)]), role="prefill")
-    bus, slots = _Bus(), Slots(1, live_share=1.0)
-    prefill = Prefill(bus, engine, slots, worker="w", replies=("_INBOX.",))  # type: ignore[arg-type]
-    await prefill.start()
+def order_for(engine: ScriptedEngine) -> Message:
+    """A hand-off of a prompt of one token."""
     signature = engine.info.signature
     assert signature is not None
     order = handoff.Prefill(
@@ -53,7 +49,47 @@ async def test_an_aborted_hand_off_frees_its_slot_even_if_it_had_not_begun(betwe
         signature=signature,
         timeout=20.0,
     )
-    bus.deliver(Message("s", codec.encode(order, codec.MSGPACK), {}, "_INBOX.x"))
+    return Message("s", codec.encode(order, codec.MSGPACK), {}, "_INBOX.x")
+
+
+async def test_a_hand_off_that_is_done_tells_and_logs_what_its_transfer_took() -> None:
+    transfer = handoff.Transfer(seconds=0.012, bytes=163_840)
+    engine = ScriptedEngine(Script(rules=[Rule(transfer=transfer)]), role="prefill")
+    bus = _Bus()
+    prefill = Prefill(bus, engine, Slots(1, live_share=1.0), worker="w", replies=("_INBOX.",))  # type: ignore[arg-type]
+    await prefill.start()
+    with structlog.testing.capture_logs() as events:
+        bus.deliver(order_for(engine))
+        await eventually(lambda: len(bus.said) == 2)
+    done = bus.said[1]
+    assert isinstance(done, handoff.Done)
+    assert done.transfer == transfer
+    [event] = [each for each in events if each["event"] == "handoff.done"]
+    assert (event["transfer_seconds"], event["transfer_bytes"]) == (0.012, 163_840)
+    assert event["seconds"] == done.seconds
+
+
+async def test_a_hand_off_whose_transfer_is_not_known_is_done_without_figures() -> None:
+    engine, bus = ScriptedEngine(role="prefill"), _Bus()
+    prefill = Prefill(bus, engine, Slots(1, live_share=1.0), worker="w", replies=("_INBOX.",))  # type: ignore[arg-type]
+    await prefill.start()
+    with structlog.testing.capture_logs() as events:
+        bus.deliver(order_for(engine))
+        await eventually(lambda: len(bus.said) == 2)
+    assert isinstance(bus.said[1], handoff.Done)
+    assert bus.said[1].transfer is None
+    [event] = [each for each in events if each["event"] == "handoff.done"]
+    assert not any(name.startswith("transfer") for name in event)
+
+
+@pytest.mark.parametrize("between", ["nothing", "a moment"])
+async def test_an_aborted_hand_off_frees_its_slot_even_if_it_had_not_begun(between: str) -> None:
+    """Both messages in one read from the socket: the task is cancelled before its first step."""
+    engine = ScriptedEngine(Script(rules=[Rule(first_delay=60.0)]), role="prefill")
+    bus, slots = _Bus(), Slots(1, live_share=1.0)
+    prefill = Prefill(bus, engine, slots, worker="w", replies=("_INBOX.",))  # type: ignore[arg-type]
+    await prefill.start()
+    bus.deliver(order_for(engine))
     assert slots.busy == 1
     if between == "a moment":
         await eventually(lambda: engine.running == 1)

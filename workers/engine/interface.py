@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from schemas.fleet import Bootstrap, Capacity, Signature
+from schemas.handoff import Transfer
 from schemas.requests import AnyRequest
 from schemas.subjects import Kind
 
@@ -64,6 +65,7 @@ class Delta(msgspec.Struct, kw_only=True, gc=False):
         finish: On the last delta.
         meta: The engine's account of the choice so far (SGLang's `meta_info`): `prompt_tokens`,
             `completion_tokens`, `cached_tokens`, log probabilities of this step's tokens.
+        transfer: Of the KV cache, on the last delta of a prefill leg whose engine can tell.
     """
 
     index: int
@@ -71,6 +73,7 @@ class Delta(msgspec.Struct, kw_only=True, gc=False):
     text: str
     finish: Finish | None
     meta: dict[str, Any]
+    transfer: Transfer | None = None
 
 
 class Answer(Protocol):

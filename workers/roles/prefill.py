@@ -142,8 +142,9 @@ class Prefill:
                 cached_tokens=meta.get("cached_tokens") or 0,
                 seconds=time.monotonic() - started,
                 input_logprobs=meta.get("input_token_logprobs"),
+                transfer=last.transfer if last is not None else None,
             )
-            log.info("handoff.done", job=request.job, decode=request.worker, seconds=answer.seconds)
+            log.info("handoff.done", **_facts(request, answer))
         except TimeoutError:
             answer = self._failed(request, PrefillFailed("the decode engine never came for the cache"))
         except InferbusError as problem:
@@ -185,3 +186,11 @@ class Prefill:
 
     def _answer(self, reply: str, answer: handoff.FromPrefill) -> None:
         self._bus.send(reply, codec.encode(answer, codec.MSGPACK))
+
+
+def _facts(request: handoff.Prefill, done: handoff.Done) -> dict[str, object]:
+    """What the log says of a hand-off that is done."""
+    facts: dict[str, object] = {"job": request.job, "decode": request.worker, "seconds": done.seconds}
+    if done.transfer is not None:
+        facts |= {"transfer_seconds": done.transfer.seconds, "transfer_bytes": done.transfer.bytes}
+    return facts

@@ -9,7 +9,7 @@ import pytest
 from schemas import codec
 from schemas.errors import InvalidRequest
 from schemas.fleet import Signature
-from schemas.handoff import Abort, Prefill, ToPrefill
+from schemas.handoff import Abort, Done, FromPrefill, Prefill, ToPrefill, Transfer
 
 RID = "0123456789abcdef" * 2
 SIGNATURE = Signature(
@@ -44,6 +44,22 @@ def sent(message: Any) -> Any:
 def test_a_hand_off_survives_the_wire() -> None:
     assert sent(PREFILL) == PREFILL
     assert sent(Abort(rid=RID)) == Abort(rid=RID)
+
+
+def test_a_transfer_s_figures_travel_with_the_end_of_a_hand_off() -> None:
+    done = Done(worker="p1", transfer=Transfer(seconds=0.25, bytes=4096))
+    assert codec.decode(codec.encode(done, codec.MSGPACK), FromPrefill, codec.MSGPACK) == done  # type: ignore[arg-type]
+
+
+def test_a_peer_that_knows_no_transfer_figures_is_read_and_can_read() -> None:
+    old = {"type": "done", "worker": "p1", "seconds": 0.5}
+    read = codec.decode(codec.encode(old, codec.MSGPACK), FromPrefill, codec.MSGPACK)  # type: ignore[arg-type]
+    assert read == Done(worker="p1", seconds=0.5)
+    # What a peer does not know it passes over; without figures nothing is added at all.
+    assert codec.decode(codec.encode(read, codec.MSGPACK), dict, codec.MSGPACK) == old
+    newer = old | {"transfer": {"seconds": 1.0, "bytes": 2, "more": 3}, "other": 4}
+    read = codec.decode(codec.encode(newer, codec.MSGPACK), FromPrefill, codec.MSGPACK)  # type: ignore[arg-type]
+    assert read == Done(worker="p1", seconds=0.5, transfer=Transfer(seconds=1.0, bytes=2))
 
 
 @pytest.mark.parametrize("rid", ["", "0", RID[:-1], RID + "0", RID + "\n", RID.upper(), "*" * 32])

@@ -93,7 +93,8 @@ def prefilled(leg: Leg, rule: Rule) -> Delta:
         "completion_tokens": 0,
         "cached_tokens": rule.cached_tokens,
     }
-    return Delta(index=leg.index, token_ids=[], text="", finish=Finish(reason="length"), meta=meta)
+    finish = Finish(reason="length")
+    return Delta(index=leg.index, token_ids=[], text="", finish=finish, meta=meta, transfer=rule.transfer)
 
 
 def _logprobs(token_ids: list[int], top: int) -> dict[str, Any]:

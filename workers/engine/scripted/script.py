@@ -29,6 +29,7 @@ import msgspec
 
 from schemas.errors import BY_CODE, EngineFailed
 from schemas.fleet import Bootstrap
+from schemas.handoff import Transfer
 from workers.engine.interface import Leg
 
 USER = "user"
@@ -78,6 +79,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         delay: Seconds before each further one.
         finish: How it ends where `max_tokens` does not cut it.
         cached_tokens: How much of the prompt is said to come from the prefix cache.
+        transfer: What the KV transfer of a prefill leg is said to have taken.
         fault: What goes wrong.
     """
 
@@ -95,6 +97,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     delay: float = 0.0
     finish: Literal["stop", "length"] = "stop"
     cached_tokens: int = 0
+    transfer: Transfer | None = None
     fault: Fault | None = None
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Final
 from schemas.errors import Cancelled, EngineFailed, InferbusError, InvalidRequest, Overloaded, TransferFailed
 from schemas.fleet import Role
 from workers.engine.interface import Delta, Finish, Leg
-from workers.engine.sglang import bootstrap
+from workers.engine.sglang import bootstrap, transfer
 from workers.engine.sglang.redact import unquoted
 
 log = logging.getLogger(__name__)
@@ -108,6 +108,7 @@ class Calls:
                 text=output.get("text", ""),
                 finish=finish,
                 meta=meta,
+                transfer=transfer.take(meta) if self._role == "prefill" else None,
             )
             if finish is not None:
                 return

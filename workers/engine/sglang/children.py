@@ -17,6 +17,8 @@ import signal
 from pathlib import Path
 from typing import Any, Final
 
+from workers.engine.sglang import transfer
+
 _PR_SET_PDEATHSIG: Final = 1
 
 REPORT: Final = "INFERBUS_ENGINE_REPORT"
@@ -26,6 +28,7 @@ REPORT: Final = "INFERBUS_ENGINE_REPORT"
 def run_scheduler(*arguments: Any, **named: Any) -> None:
     """SGLang's scheduler process."""
     _prepare()
+    transfer.register(named.get("server_args", arguments[0] if arguments else None))
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     run_scheduler_process(*arguments, **named)
