@@ -56,6 +56,8 @@ class Outcome(msgspec.Struct, kw_only=True):
         body: The whole answer, or the error as an answer.
         error: None on success.
         streamed: Whether the answer has gone out in chunks already.
+        chunks: How many have gone out.
+        first_chunk: Seconds from the attempt's beginning to the first one; None where none has gone out.
     """
 
     job: Job
@@ -64,6 +66,8 @@ class Outcome(msgspec.Struct, kw_only=True):
     body: bytes
     error: InferbusError | None
     streamed: bool
+    chunks: int = 0
+    first_chunk: float | None = None
 
     @property
     def status(self) -> headers.Status:
@@ -162,7 +166,16 @@ class Attempts:
             self._listeners.pop(job.reply, None)
         if error is not None:
             body = error_body(job, error)
-        outcome = Outcome(job=job, reply=reply, served=served, body=body, error=error, streamed=streamed)
+        outcome = Outcome(
+            job=job,
+            reply=reply,
+            served=served,
+            body=body,
+            error=error,
+            streamed=streamed,
+            chunks=reply.sent,
+            first_chunk=None if reply.begun is None else reply.begun - started,
+        )
         self.ended(outcome, time.monotonic() - started)
         return outcome
 

@@ -21,7 +21,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Final, TypeVar, cast
+from typing import Final, Literal, TypeVar, cast
 
 import msgspec
 import structlog
@@ -55,6 +55,10 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
+Settled = Literal["finished", "retried", "handed_back", "dead", "repeated", "left"]
+"""What became of a delivery: answered, be it with the caller's error or `cancelled`; to be tried again; given
+back by a worker that stops; given up; answered already; another worker's by now, or NATS is away."""
+
 PATIENCE: Final = 300.0
 """Seconds for which a finished answer waits for NATS to come back."""
 
@@ -78,6 +82,9 @@ class Deliveries:
         worker: This worker's id.
         window: Seconds within which a second submission under one message id is none.
         clock: Monotonic seconds.
+
+    Attributes:
+        settled: Called with what became of each delivery, and the error that it was about.
     """
 
     def __init__(
@@ -102,6 +109,7 @@ class Deliveries:
         self._worker = worker
         self._window = window
         self._clock = clock
+        self.settled: Callable[[Job, Settled, InferbusError | None], None] = lambda job, outcome, error: None
 
     async def handle(self, delivery: Delivery) -> None:
         """Sees one delivery through to its acknowledgement, or gives it back.
@@ -122,6 +130,7 @@ class Deliveries:
             await self._handle(delivery, envelope)
         except BusUnavailable as error:
             log.warning("job.left", reason=error.message, **facts(envelope.job))
+            self.settled(envelope.job, "left", error)
 
     async def _handle(self, delivery: Delivery, envelope: Envelope) -> None:
         previous, envelope = await asyncio.gather(self._result(envelope.job), self._numbered(envelope))
@@ -129,10 +138,12 @@ class Deliveries:
         if previous is not None and _submission(previous) >= (job.submission or 0):
             await delivery.ack()
             log.info("job.acknowledged", reason="its result is stored", **facts(job))
+            self.settled(job, "repeated", None)
             return
         if delivery.stale:
             # It waited for its turn while NATS was away, and was given to somebody else.
             log.warning("job.left", reason="another worker may have taken it over", **facts(job))
+            self.settled(job, "left", None)
             return
         expect = 0 if previous is None else previous.sequence
         if previous is not None and (answer := await self._answered(job, delivery.message)) is not None:
@@ -177,6 +188,7 @@ class Deliveries:
             await self._broker.flush()
         await delivery.ack()
         log.warning("job.acknowledged", reason="it had ended under an earlier number", **facts(job))
+        self.settled(job, "repeated", None)
 
     async def _numbered(self, envelope: Envelope) -> Envelope:
         """The attempt's number is above all that readers have seen: a server that was killed counts anew."""
@@ -202,13 +214,16 @@ class Deliveries:
             await delivery.ack()
             code = outcome.error and outcome.error.code
             log.info("job.finished", status=outcome.status, code=code, **facts(job))
+            self.settled(job, "finished", outcome.error)
         elif delivery.stale or isinstance(error, LeaseLost):
             # Asking for it back would take it from its new owner.
             log.warning("job.left", reason=error.message, **facts(job))
+            self.settled(job, "left", error)
         elif isinstance(error, Draining):
             outcome.reply.retrying(error)
             await delivery.nak(0.0)
             log.info("job.handed_back", **facts(job))
+            self.settled(job, "handed_back", error)
         elif self._policy.last(job.attempt):
             await self._bury(delivery, outcome, expect)
         else:
@@ -216,6 +231,7 @@ class Deliveries:
             outcome.reply.retrying(error)
             await delivery.nak(delay)
             log.warning("job.retried", code=error.code, reason=error.message, delay=delay, **facts(job))
+            self.settled(job, "retried", error)
 
     async def _bury(self, delivery: Delivery, outcome: Outcome, expect: int) -> None:
         """A dead letter first, so that whatever fails after it loses nothing."""
@@ -244,6 +260,7 @@ class Deliveries:
         await self._conclude(delivery, outcome, expect)
         await delivery.term(code)
         log.error("job.dead", code=code, reason=reason, **facts(job))
+        self.settled(job, "dead", outcome.error)
 
     async def _conclude(self, delivery: Delivery, outcome: Outcome, expect: int) -> None:
         """Stores the one result, then ends the reply; a second owner's result is dropped.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -60,6 +61,8 @@ class Reply:
         self._probe_every = probe_every
         self._lost = lost
         self.continues: Continuation | None = None
+        self.begun: float | None = None
+        """Monotonic time of the first chunk."""
         self._seal = Seal(job)
         self._headers = _identity(job)
         self.sent = 0
@@ -77,6 +80,8 @@ class Reply:
         """
         if self._lost():
             raise LeaseLost("another worker may have taken the job over")
+        if self.begun is None:
+            self.begun = time.monotonic()
         self._send(self._seal.chunk(message, self.sent, extra))
 
     @property

@@ -28,6 +28,7 @@ from workers.jobs.delivery import Deliveries
 from workers.jobs.job import Envelope
 from workers.jobs.reply import Reply, Served, error_body
 from workers.jobs.retry import RetryPolicy
+from workers.observe.metrics import Metrics
 from workers.pairing.handoff import Handoffs
 from workers.pairing.legs import Alone, Paired, RunLeg
 from workers.pairing.picker import Picker
@@ -57,6 +58,7 @@ class Decode:
         settings: Of this worker.
         slots: Bound what it takes.
         window: Seconds within which a second submission of a job is dropped.
+        metrics: Count what ends here.
     """
 
     def __init__(
@@ -69,10 +71,12 @@ class Decode:
         settings: WorkerSettings,
         slots: Slots,
         window: float,
+        metrics: Metrics | None = None,
     ) -> None:
         self._bus = bus
         self._engine = engine
         self._settings = settings
+        self._metrics = metrics
         self._served = Served(worker=settings.worker)
         self._tasks = Tasks()
         self._running: list[asyncio.Task[None]] = []
@@ -96,6 +100,8 @@ class Decode:
             worker=settings.worker,
             window=window,
         )
+        if metrics is not None:
+            deliveries.settled = metrics.settled
         model = engine.info.model
         self.endpoints = (
             Endpoint("requests", bus.subjects.requests_of(model), queue=QUEUE_GROUP),
@@ -171,6 +177,8 @@ class Decode:
         name = outcome.job.job_class or "requests"
         endpoint = next(each for each in self.endpoints if each.name == name)
         endpoint.record(seconds, outcome.error.code if outcome.error else None)
+        if self._metrics is not None:
+            self._metrics.ended(outcome, seconds)
 
     def _cancel_arrived(self, message: Message) -> None:
         self._cancels.arrived(message.subject, message.headers)
@@ -197,3 +205,5 @@ class Decode:
         reply = Reply(self._bus, envelope.job, self._served)
         reply.whole(error_body(envelope.job, error))
         reply.end("error")
+        if self._metrics is not None:
+            self._metrics.refused(envelope.job, error)

@@ -24,6 +24,7 @@ from workers.bus.connection import Bus
 from workers.bus.message import Message
 from workers.bus.services import Endpoint
 from workers.engine.interface import Delta, Engine, Leg, Rendezvous
+from workers.observe.metrics import Metrics
 from workers.roles.program import finished_within
 from workers.roles.slots import Slots
 
@@ -39,16 +40,25 @@ class Prefill:
         slots: How many it takes at once.
         worker: This worker's id.
         replies: Prefixes of subjects that answers may go to.
+        metrics: Count what ends here.
     """
 
     def __init__(
-        self, bus: Bus, engine: Engine, slots: Slots, *, worker: str, replies: tuple[str, ...]
+        self,
+        bus: Bus,
+        engine: Engine,
+        slots: Slots,
+        *,
+        worker: str,
+        replies: tuple[str, ...],
+        metrics: Metrics | None = None,
     ) -> None:
         self._bus = bus
         self._engine = engine
         self._slots = slots
         self._worker = worker
         self._replies = replies
+        self._metrics = metrics
         self._running: dict[str, asyncio.Task[None]] = {}
         self._aborted: set[str] = set()
         self._draining = False
@@ -105,6 +115,8 @@ class Prefill:
         if refusal is not None:
             self._answer(reply, handoff.Refused(worker=self._worker, error=refusal.body()))
             log.warning("handoff.refused", job=request.job, decode=request.worker, code=refusal.code)
+            if self._metrics is not None:
+                self._metrics.turned_away(refusal.code)
             return
         self._answer(reply, handoff.Accepted(worker=self._worker))
         task = asyncio.create_task(self._run(request, reply))
@@ -157,8 +169,12 @@ class Prefill:
             log.exception("handoff.defect", job=request.job)
             answer = self._failed(request, InternalError("inferbus failed; the worker's log says how"))
         code = answer.error.code if isinstance(answer, handoff.Failed) else None
-        self.endpoints[0].record(time.monotonic() - started, code)
+        seconds = time.monotonic() - started
+        self.endpoints[0].record(seconds, code)
         self._answer(reply, answer)
+        if self._metrics is not None:
+            transfer = answer.transfer if isinstance(answer, handoff.Done) else None
+            self._metrics.handed_off(seconds, code, transfer)
 
     async def _compute(self, request: handoff.Prefill) -> Delta | None:
         leg = Leg(

@@ -1,7 +1,7 @@
 """One worker process from start to exit, whatever its role.
 
     reach NATS, make the streams   nothing answers, or not allowed    exit 3
-    start the engine               it cannot                          announce why, exit 1
+    start the engine               it cannot, or a port is taken      announce why, exit 1
     announce, take work            NATS gone for good                 exit 3
                                    engine does not answer any more    exit 1
     SIGTERM or SIGINT              drain within the grace period, a second signal hurries; exit 0
@@ -37,7 +37,8 @@ from workers.bus.streams import job_queue, provision
 from workers.config import Settings
 from workers.engine.interface import Engine
 from workers.engine.launch import launch
-from workers.observe import logs
+from workers.observe import logs, metrics
+from workers.observe.metrics import Metrics
 from workers.roles.decode import Decode
 from workers.roles.prefill import Prefill
 from workers.roles.program import Program
@@ -92,17 +93,25 @@ class _Worker:
             return EXIT_NATS
         # The engine takes the event loop for itself while it loads, too long for a connection to be kept.
         try:
+            metrics.check(self._settings.worker)
             engine = await launch(self._role, self._settings.worker, self._engine_argv, self._scripted)
+        except metrics.Unserved as error:
+            return await self._unserved(error)
         except InferbusError as error:
             log.exception("worker.failed", reason=error.message)
             await self._announce_failure(error.message)
             return EXIT_ENGINE
         try:
-            async with self._connected() as bus:
-                return await self._serve(bus, engine)
+            async with (
+                metrics.serving(self._settings.worker, engine.info, role=self._role) as measured,
+                self._connected() as bus,
+            ):
+                return await self._serve(bus, engine, measured)
         except BusUnavailable as error:
             log.error("worker.failed", reason=error.message)
             return EXIT_NATS
+        except metrics.Unserved as error:
+            return await self._unserved(error)
         finally:
             await engine.close()
 
@@ -115,13 +124,15 @@ class _Worker:
         finally:
             await bus.close()
 
-    async def _serve(self, bus: Bus, engine: Engine) -> int:
+    async def _serve(self, bus: Bus, engine: Engine, measured: Metrics | None) -> int:
         settings, info = self._settings.worker, engine.info
         slots = Slots(settings.slots or info.capacity.max_running, live_share=settings.live_share)
         described = self._info("starting", engine, slots)
         load = functools.partial(self._load, engine, slots)
         async with Registry(bus, described, settings=settings, load=load) as registry:
-            program = await self._program(bus, engine, registry, slots)
+            if measured is not None:
+                measured.watch(lambda: registry.info.load, bus)
+            program = await self._program(bus, engine, registry, slots, measured)
             slots.changed = program.slots_changed
             self._catch_signals()
             # Before it takes anything: a server that does not answer for a moment fails this start.
@@ -145,14 +156,19 @@ class _Worker:
         log.info("worker.stopped", code=code)
         return code
 
-    async def _program(self, bus: Bus, engine: Engine, registry: Registry, slots: Slots) -> Program:
+    async def _program(
+        self, bus: Bus, engine: Engine, registry: Registry, slots: Slots, measured: Metrics | None
+    ) -> Program:
         settings = self._settings.worker
         if self._role == "prefill":
-            return Prefill(bus, engine, slots, worker=settings.worker, replies=settings.reply_prefixes)
+            worker, replies = settings.worker, settings.reply_prefixes
+            return Prefill(bus, engine, slots, worker=worker, replies=replies, metrics=measured)
         queue: JobQueue = await job_queue(bus, engine.info.model, settings)
         fleet = registry if self._role == "decode" else None
         window = self._settings.streams.duplicate_window
-        return Decode(bus, engine, fleet, queue, settings=settings, slots=slots, window=window)
+        return Decode(
+            bus, engine, fleet, queue, settings=settings, slots=slots, window=window, metrics=measured
+        )
 
     async def _provision_again(self, bus: Bus) -> None:
         """After every reconnection: streams in memory do not outlive their server."""
@@ -242,6 +258,11 @@ class _Worker:
             waiting=load.waiting,
             kv_used=load.kv_used,
         )
+
+    async def _unserved(self, error: metrics.Unserved) -> int:
+        log.error("worker.failed", reason=error.message)
+        await self._announce_failure(error.message)
+        return EXIT_ENGINE
 
     async def _announce_failure(self, reason: str) -> None:
         """Leaves word in the registry, for whoever wonders where this worker is."""

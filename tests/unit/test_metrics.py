@@ -1,0 +1,250 @@
+"""What a worker counts, after answers, jobs and hand-offs of every kind."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import generate_latest
+
+from schemas import headers
+from schemas.errors import EngineFailed, InferbusError, InvalidRequest, Overloaded
+from schemas.fleet import Load
+from schemas.handoff import Transfer
+from schemas.subjects import Subjects
+from tests.support.memory import MemoryBroker, MemoryDelivery
+from tests.support.prometheus import Scrape, scrape
+from workers.bus.interface import Stored
+from workers.config import WorkerSettings
+from workers.engine.scripted import ScriptedEngine
+from workers.jobs.attempt import Attempts, Work
+from workers.jobs.cancel import Cancels
+from workers.jobs.delivery import Deliveries
+from workers.jobs.job import Envelope, live
+from workers.jobs.retry import RetryPolicy
+from workers.jobs.scope import Scope
+from workers.observe.metrics import Metrics, Unserved, check, serving
+
+SUBJECTS = Subjects()
+BODY = b'{"token_ids":[1,2]}'
+ENGINE = ScriptedEngine(role="both", model="m").info
+LABELS = {"role", "model", "kind", "class", "status", "code", "outcome", "le", "version", "engine"}
+
+Answer = Callable[[Work], Awaitable[bytes]]
+
+
+class Bench:
+    """One worker's attempts and deliveries, counted."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.broker = MemoryBroker()
+        self.metrics = Metrics("both", ENGINE)
+        self.attempts = Attempts(self.broker, answer, worker="w1", now=self.broker.now)
+        self.attempts.ended = self.metrics.ended
+        self.deliveries = Deliveries(
+            self.broker,
+            self.attempts,
+            Cancels(self.broker, self.attempts.scopes, SUBJECTS),
+            subjects=SUBJECTS,
+            policy=RetryPolicy(attempts=2, jitter=0),
+            replies=("_INBOX.",),
+            worker="w1",
+            window=600.0,
+        )
+        self.deliveries.settled = self.metrics.settled
+
+    def envelope(self, body: bytes = BODY) -> Envelope:
+        message = Stored(
+            subject=SUBJECTS.request("m", "tokens"), data=body, headers={}, sequence=0, time=self.broker.now()
+        )
+        return live(message, reply="_INBOX.x", fallback_id="j", subjects=SUBJECTS, replies=("_INBOX.",))
+
+    async def live(self, body: bytes = BODY) -> None:
+        envelope = self.envelope(body)
+        outcome = await self.attempts.run(envelope, Scope(envelope.job.key, submission=None))
+        outcome.answer()
+
+    async def job(self, *, attempt: int = 1, sequence: int = 7) -> None:
+        message = Stored(
+            subject=SUBJECTS.job("m", "batch", "acme", "tokens"),
+            data=BODY,
+            headers={headers.JOB_ID: f"j{sequence}"},
+            sequence=sequence,
+            time=self.broker.now(),
+        )
+        await self.deliveries.handle(MemoryDelivery(message, attempt))
+
+    @property
+    def told(self) -> Scrape:
+        return told(self.metrics)
+
+
+def told(metrics: Metrics) -> Scrape:
+    """What Prometheus would be told now."""
+    return Scrape(generate_latest(metrics.registry).decode())
+
+
+async def three_chunks(work: Work) -> bytes:
+    for _ in range(3):
+        work.reply.chunk(b'{"x":1}')
+    return b"{}"
+
+
+def failing(error: InferbusError) -> Answer:
+    async def answer(work: Work) -> bytes:
+        raise error
+
+    return answer
+
+
+async def test_a_streamed_answer_counts_once_with_its_chunks_and_its_first_one() -> None:
+    bench = Bench(three_chunks)
+    await bench.live()
+    await bench.live()
+    told, of = bench.told, {"role": "both", "model": "m", "kind": "tokens", "cls": "live"}
+    assert told("inferbus_requests_total", **of, status="ok", code="") == 2
+    assert told("inferbus_requests_total") == 2
+    assert told("inferbus_request_seconds_count", **of, status="ok") == 2
+    assert told("inferbus_chunks_total", **of) == 6
+    assert told("inferbus_first_chunk_seconds_count", **of) == 2
+    assert told("inferbus_first_chunk_seconds_sum") <= told("inferbus_request_seconds_sum")
+    assert told("inferbus_jobs_total") == told("inferbus_redeliveries_total") == 0
+
+
+async def test_an_answer_in_one_piece_has_no_first_chunk() -> None:
+    async def whole(work: Work) -> bytes:
+        return b"{}"
+
+    bench = Bench(whole)
+    await bench.live(b'{"token_ids":[1],"stream":false}')
+    assert bench.told("inferbus_requests_total", status="ok") == 1
+    assert bench.told("inferbus_first_chunk_seconds_count") == bench.told("inferbus_chunks_total") == 0
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("no"), EngineFailed("no")])
+async def test_a_failed_request_counts_under_its_code(error: InferbusError) -> None:
+    bench = Bench(failing(error))
+    await bench.live()
+    await bench.live(b"not JSON")
+    assert bench.told("inferbus_requests_total", status="error", code=error.code) == 1
+    assert bench.told("inferbus_requests_total", status="error", code="undecodable_body") == 1
+    assert bench.told("inferbus_request_seconds_count", status="error") == 2
+
+
+async def test_a_request_that_found_no_slot_counts_without_a_time() -> None:
+    bench = Bench(three_chunks)
+    bench.metrics.refused(bench.envelope().job, Overloaded("full"))
+    assert bench.told("inferbus_requests_total", cls="live", status="error", code="overloaded") == 1
+    assert bench.told("inferbus_request_seconds_count") == 0
+
+
+async def test_a_job_counts_with_what_became_of_each_delivery() -> None:
+    bench = Bench(three_chunks)
+    await bench.job()
+    await bench.job()
+    told = bench.told
+    assert told("inferbus_requests_total", cls="batch", status="ok") == 1
+    assert told("inferbus_jobs_total", cls="batch", outcome="finished", code="") == 1
+    assert told("inferbus_jobs_total", outcome="repeated") == 1
+    assert told("inferbus_redeliveries_total") == 0
+
+
+async def test_a_job_that_is_given_up_counts_as_retried_and_then_as_dead() -> None:
+    bench = Bench(failing(EngineFailed("no")))
+    await bench.job(attempt=1)
+    await bench.job(attempt=2)
+    told = bench.told
+    assert told("inferbus_jobs_total", outcome="retried", code="engine_failed") == 1
+    assert told("inferbus_jobs_total", outcome="dead", code="engine_failed") == 1
+    assert told("inferbus_redeliveries_total", cls="batch") == 1
+    assert told("inferbus_requests_total", cls="batch", status="error", code="engine_failed") == 2
+
+
+def test_hand_offs_count_with_their_transfers() -> None:
+    metrics = Metrics("prefill", ENGINE)
+    metrics.handed_off(0.5, None, Transfer(seconds=0.003, bytes=100_000))
+    metrics.handed_off(0.5, None, None)
+    metrics.handed_off(20.0, "prefill_failed", None)
+    metrics.turned_away("overloaded")
+    found = told(metrics)
+    assert found("inferbus_handoffs_total", status="ok", code="", role="prefill") == 2
+    assert found("inferbus_handoffs_total", status="error", code="prefill_failed") == 1
+    assert found("inferbus_handoffs_total", status="refused", code="overloaded") == 1
+    assert found("inferbus_handoff_seconds_count") == 3
+    assert found("inferbus_kv_transfer_seconds_count") == found("inferbus_kv_transfer_bytes_count") == 1
+    assert found("inferbus_kv_transfer_seconds_bucket", le="0.002") == 0
+    assert found("inferbus_kv_transfer_seconds_bucket", le="0.005") == 1
+    assert found("inferbus_kv_transfer_bytes_sum") == 100_000
+
+
+def test_how_busy_the_worker_is_is_looked_up_when_asked() -> None:
+    metrics = Metrics("decode", ENGINE)
+    load = Load(slots=8)
+    bus: Any = SimpleNamespace(connected=True, reconnects=0, writer=SimpleNamespace(sent=5, dropped=0))
+    metrics.watch(lambda: load, bus)
+    assert told(metrics)("inferbus_slots") == 8
+    assert told(metrics)("inferbus_nats_connected") == 1
+    load = Load(slots=8, busy=3, running=2, waiting=1, kv_used=77)
+    bus.connected, bus.writer.dropped = False, 4
+    found = told(metrics)
+    names = ("slots_busy", "engine_running_requests", "engine_waiting_requests", "engine_kv_used_tokens")
+    assert [found(f"inferbus_{name}", role="decode", model="m") for name in names] == [3, 2, 1, 77]
+    assert found("inferbus_engine_kv_tokens") == ENGINE.capacity.kv_tokens
+    assert found("inferbus_nats_connected") == 0
+    assert found("inferbus_messages_dropped_total") == 4
+    assert found("inferbus_worker_info", engine="scripted") == 1
+
+
+async def test_no_label_has_an_id_an_owner_or_a_subject() -> None:
+    bench = Bench(failing(EngineFailed("no")))
+    await bench.job(attempt=2)
+    await bench.live()
+    bench.metrics.handed_off(0.1, None, Transfer(seconds=0.1, bytes=1))
+    assert bench.told.labels <= LABELS
+    assert not any(word in bench.told.text for word in ("acme", "j7", "_INBOX", "w1"))
+
+
+async def test_metrics_are_served_while_asked_for_and_not_after() -> None:
+    settings = WorkerSettings(metrics_port=free_port(), metrics_host="127.0.0.1")
+    assert settings.metrics_port is not None
+    async with serving(settings, ENGINE, role="both") as metrics:
+        assert metrics is not None
+        metrics.handed_off(0.1, None, None)
+        assert (await scrape(settings.metrics_port))("inferbus_handoffs_total") == 1
+    with pytest.raises(OSError, match="refused"):
+        await scrape(settings.metrics_port)
+
+
+async def test_without_a_port_nothing_is_counted_or_imported() -> None:
+    code = (
+        "import asyncio, sys; from workers.config import WorkerSettings; from workers.observe import metrics;"
+        "settings = WorkerSettings(); metrics.check(settings);"
+        "found = asyncio.run(metrics.serving(settings, None, role='both').__aenter__());"
+        "sys.exit(found is not None or 'prometheus_client' in sys.modules)"
+    )
+    done = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], check=False)
+    assert done.returncode == 0
+
+
+async def test_a_busy_port_is_told_with_its_setting() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        settings = WorkerSettings(metrics_port=taken.getsockname()[1], metrics_host="127.0.0.1")
+        with pytest.raises(Unserved, match=r"--metrics-port: cannot listen on 127\.0\.0\.1:\d+: .*in use"):
+            check(settings)
+        with pytest.raises(Unserved, match="--metrics-port"):
+            async with serving(settings, ENGINE, role="both"):
+                pytest.fail("it served")
+    check(settings)
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port

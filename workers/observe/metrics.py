@@ -1,0 +1,306 @@
+"""A worker's figures for Prometheus, and where they are served.
+
+    async with serving(settings, engine.info, role=role) as metrics:
+        if metrics is not None:
+            metrics.handed_off(seconds=0.2, error=None, transfer=None)
+
+Everything is counted once, when a request, a job's delivery or a hand-off has
+ended, never for a token. Labels are few and have few values: the worker's role
+and model, a kind, a class, a status, an error's code. Which worker it was
+Prometheus knows from where it asked; ids and owners are in the logs.
+
+`prometheus_client` is imported when an engine is up, not before. SGLang's
+`--enable-metrics` sets `PROMETHEUS_MULTIPROC_DIR`, which decides at that import
+how values are kept. Its processes then share their figures as files in that
+folder, and they are served here beside ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from schemas.errors import InferbusError, WorkerError
+from schemas.fleet import Load, Role
+from schemas.handoff import Transfer
+from workers.bus.connection import Bus
+from workers.config import WorkerSettings
+from workers.engine.interface import EngineInfo
+from workers.jobs.attempt import Outcome
+from workers.jobs.delivery import Settled
+from workers.jobs.job import Job
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+log = structlog.get_logger()
+
+PREFIX: Final = "inferbus_"
+SHARED: Final = "PROMETHEUS_MULTIPROC_DIR"
+
+LIVE: Final = "live"
+"""The class of live requests."""
+
+REQUEST_SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+FIRST_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 30, 60)
+TRANSFER_SECONDS: Final = (
+    *(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05),
+    *(0.1, 0.2, 0.5, 1, 2, 5, 10, 30),
+)
+TRANSFER_BYTES: Final = tuple(4.0**power for power in range(6, 18))
+"""From 4 KiB to 16 GiB."""
+
+
+class Unserved(WorkerError):
+    """Metrics cannot be served as the settings say; the message names the setting."""
+
+
+class Metrics:
+    """What one worker counts.
+
+    Args:
+        role: Of the worker.
+        engine: Its engine, which is up.
+
+    Attributes:
+        registry: What Prometheus is told of.
+    """
+
+    def __init__(self, role: Role, engine: EngineInfo) -> None:
+        from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+
+        self.registry = registry = CollectorRegistry()
+        self._always = always = {"role": role, "model": engine.model}
+        self._engine = engine
+
+        def counter(name: str, help: str, *labels: str) -> _Family:
+            return _Family(Counter(PREFIX + name, help, (*always, *labels), registry=registry), always)
+
+        def histogram(name: str, help: str, buckets: tuple[float, ...], *labels: str) -> _Family:
+            names = (*always, *labels)
+            return _Family(Histogram(PREFIX + name, help, names, registry=registry, buckets=buckets), always)
+
+        self._requests = counter(
+            "requests",
+            "Requests that ended, every attempt at a job counted; class `live` for live ones.",
+            *("kind", "class", "status", "code"),
+        )
+        self._request_seconds = histogram(
+            "request_seconds",
+            "From taking a request to the end of its answer.",
+            REQUEST_SECONDS,
+            *("kind", "class", "status"),
+        )
+        self._first_chunk_seconds = histogram(
+            "first_chunk_seconds",
+            "From taking a request to the first chunk of a streamed answer.",
+            FIRST_SECONDS,
+            *("kind", "class"),
+        )
+        self._chunks = counter("chunks", "Chunks of streamed answers.", "kind", "class")
+        self._jobs = counter(
+            "jobs", "Deliveries of durable jobs, by what became of them.", "class", "outcome", "code"
+        )
+        self._redeliveries = counter("redeliveries", "Attempts at durable jobs after the first one.", "class")
+        self._handoffs = counter(
+            "handoffs", "Hand-offs that a prefill worker was asked for.", "status", "code"
+        )
+        self._handoff_seconds = histogram(
+            "handoff_seconds",
+            "From taking a hand-off to its end: waiting, computing and sending.",
+            REQUEST_SECONDS,
+            "status",
+        )
+        self._transfer_seconds = histogram(
+            "kv_transfer_seconds",
+            "KV transfers, from the first piece sent to the last received.",
+            TRANSFER_SECONDS,
+        )
+        self._transfer_bytes = histogram(
+            "kv_transfer_bytes", "KV bytes of each transfer, of one rank of the engine.", TRANSFER_BYTES
+        )
+        ProcessCollector(registry=registry)
+        if os.environ.get(SHARED):
+            registry.register(_Shared())
+
+    def ended(self, outcome: Outcome, seconds: float) -> None:
+        """An attempt at a request has ended; see `Attempts.ended`."""
+        job = outcome.job
+        kind, cls, status = job.kind, _class(job), outcome.status
+        self._requests(kind, cls, status, outcome.error.code if outcome.error else "").inc()
+        self._request_seconds(kind, cls, status).observe(seconds)
+        if outcome.first_chunk is not None:
+            self._first_chunk_seconds(kind, cls).observe(outcome.first_chunk)
+            self._chunks(kind, cls).inc(outcome.chunks)
+        if job.durable and job.attempt > 1:
+            self._redeliveries(cls).inc()
+
+    def refused(self, job: Job, error: InferbusError) -> None:
+        """A live request found no slot."""
+        self._requests(job.kind, _class(job), "error", error.code).inc()
+
+    def settled(self, job: Job, outcome: Settled, error: InferbusError | None) -> None:
+        """A job's delivery has come to its end; see `Deliveries.settled`."""
+        self._jobs(_class(job), outcome, error.code if error else "").inc()
+
+    def handed_off(self, seconds: float, code: str | None, transfer: Transfer | None) -> None:
+        """A hand-off has ended on the prefill side; with an error's code where it failed."""
+        status = "ok" if code is None else "error"
+        self._handoffs(status, code or "").inc()
+        self._handoff_seconds(status).observe(seconds)
+        if transfer is not None:
+            self._transfer_seconds().observe(transfer.seconds)
+            self._transfer_bytes().observe(transfer.bytes)
+
+    def turned_away(self, code: str) -> None:
+        """A hand-off was not taken."""
+        self._handoffs("refused", code).inc()
+
+    def watch(self, load: Callable[[], Load], bus: Bus) -> None:
+        """Has these looked up whenever Prometheus asks.
+
+        Args:
+            load: As last announced.
+            bus: The worker's connection.
+        """
+        self.registry.register(_Current(self._always, self._engine, load, bus))
+
+
+class _Family:
+    """A metric; called with the values of its own labels, it gives what counts for these."""
+
+    def __init__(self, metric: Any, always: dict[str, str]) -> None:
+        self._metric = metric
+        self._always = tuple(always.values())
+
+    def __call__(self, *values: str) -> Any:
+        return self._metric.labels(*self._always, *values)
+
+
+class _Current:
+    """Looked up when asked, on the thread that asks: nothing in here waits or changes anything."""
+
+    def __init__(
+        self, always: dict[str, str], engine: EngineInfo, load: Callable[[], Load], bus: Bus
+    ) -> None:
+        self._always = always
+        self._engine = engine
+        self._load = load
+        self._bus = bus
+
+    def collect(self) -> Iterator[Metric]:
+        """For `prometheus_client`."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        load, bus = self._load(), self._bus
+        for name, help, value in (
+            ("slots", "Requests that the worker takes at once.", load.slots),
+            ("slots_busy", "Slots in use.", load.busy),
+            ("engine_running_requests", "Requests in the engine's batch.", load.running),
+            ("engine_waiting_requests", "Requests that the engine has queued.", load.waiting),
+            ("engine_kv_used_tokens", "Tokens of the KV cache in use.", load.kv_used),
+            ("engine_kv_tokens", "Tokens that the KV cache has room for.", self._engine.capacity.kv_tokens),
+            ("nats_connected", "Whether the worker is connected to NATS.", int(bus.connected)),
+        ):
+            gauge = GaugeMetricFamily(PREFIX + name, help, labels=tuple(self._always))
+            gauge.add_metric(tuple(self._always.values()), value)
+            yield gauge
+        for name, help, value in (
+            ("nats_reconnects", "How often the connection to NATS was made anew.", bus.reconnects),
+            ("messages_sent", "Messages handed to the connection to NATS.", bus.writer.sent),
+            ("messages_dropped", "Messages lost because NATS was away for too long.", bus.writer.dropped),
+        ):
+            counter = CounterMetricFamily(PREFIX + name, help, labels=tuple(self._always))
+            counter.add_metric(tuple(self._always.values()), value)
+            yield counter
+        info = GaugeMetricFamily(
+            f"{PREFIX}worker_info", "Always 1.", labels=(*self._always, "version", "engine")
+        )
+        info.add_metric((*self._always.values(), version("inferbus"), self._engine.name), 1)
+        yield info
+
+
+class _Shared:
+    """SGLang's own figures, of all its processes. Ours are in the same files, and are told already."""
+
+    def collect(self) -> Iterator[Metric]:
+        """For `prometheus_client`."""
+        from prometheus_client.multiprocess import MultiProcessCollector
+
+        shared: Any = MultiProcessCollector(None)  # type: ignore[no-untyped-call]
+        for family in shared.collect():
+            if not family.name.startswith(PREFIX):
+                yield family
+
+
+def _class(job: Job) -> str:
+    return job.job_class or LIVE
+
+
+def check(settings: WorkerSettings) -> None:
+    """Tells whether metrics can be served before the engine is loaded, which takes minutes.
+
+    Raises:
+        Unserved: They cannot.
+    """
+    if settings.metrics_port is None:
+        return
+    try:
+        found = socket.getaddrinfo(
+            settings.metrics_host, settings.metrics_port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # As the server itself: what is left of an earlier one's connections does not count.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise _unserved(settings, error) from error
+
+
+@asynccontextmanager
+async def serving(
+    settings: WorkerSettings, engine: EngineInfo, *, role: Role
+) -> AsyncIterator[Metrics | None]:
+    """Serves a worker's metrics over HTTP while the block runs; None where the settings ask for none.
+
+    Args:
+        settings: Host and port.
+        engine: Of an engine that is up.
+        role: Of the worker.
+
+    Raises:
+        Unserved: The port is taken, or the host is not one of this machine's.
+    """
+    if settings.metrics_port is None:
+        yield None
+        return
+    metrics = Metrics(role, engine)
+    from prometheus_client import start_http_server
+
+    try:
+        server, thread = start_http_server(
+            settings.metrics_port, addr=settings.metrics_host, registry=metrics.registry
+        )
+    except OSError as error:
+        raise _unserved(settings, error) from error
+    log.info("metrics.serving", host=settings.metrics_host, port=server.server_port)
+    try:
+        yield metrics
+    finally:
+        # It looks only twice a second whether it shall end.
+        await asyncio.to_thread(server.shutdown)
+        server.server_close()
+        thread.join()
+
+
+def _unserved(settings: WorkerSettings, error: OSError) -> Unserved:
+    where = f"{settings.metrics_host}:{settings.metrics_port}"
+    return Unserved(f"--metrics-port: cannot listen on {where}: {error.strerror or error}")
