@@ -31,11 +31,15 @@ class Handoffs(msgspec.Struct, frozen=True, kw_only=True):
         gbytes: KV bytes of a prompt over that time, in GB/s, for the median and for the fastest tenth. Less
             than what the way gives, since the time is more than the transfer's. None: sizes are not known.
         failed: Hand-offs that were refused or failed.
+        transfer_seconds: Of the transfers alone, as the engine tells them, in ms. None: it told of none.
+        transfer_gbytes: KV bytes sent over that time, in GB/s, for the median and for the fastest tenth.
     """
 
     seconds: Quantiles | None
     gbytes: dict[str, float] | None
     failed: int
+    transfer_seconds: Quantiles | None = None
+    transfer_gbytes: dict[str, float] | None = None
 
 
 class Logs:
@@ -63,7 +67,19 @@ class Logs:
             fast, middle = seconds[len(seconds) // 10], seconds[len(seconds) // 2]
             speeds = {"p50": round(size / middle, 6), "p90": round(size / fast, 6)}
         failed = sum(event["event"] in ("handoff.failed", "handoff.refused") for event in events)
-        return Handoffs(seconds=Quantiles.of(seconds), gbytes=speeds, failed=failed)
+        transfers = [
+            (event["transfer_seconds"], event["transfer_bytes"])
+            for event in events
+            if event.get("transfer_seconds", 0) > 0
+        ]
+        rates = sorted((size / took / 1e9 for took, size in transfers), reverse=True)
+        return Handoffs(
+            seconds=Quantiles.of(seconds),
+            gbytes=speeds,
+            failed=failed,
+            transfer_seconds=Quantiles.of(took for took, _ in transfers),
+            transfer_gbytes=_speeds(rates) if rates else None,
+        )
 
     def _new(self) -> Iterator[dict[str, Any]]:
         for log, at in self._read.items():
@@ -75,6 +91,11 @@ class Logs:
             for line in data[:whole].splitlines():
                 if line.startswith(b'{"') and b'"event":"handoff.' in line:
                     yield json.loads(line)
+
+
+def _speeds(rates: list[float]) -> dict[str, float]:
+    """The median and the slowest of the fastest tenth, of rates from the fastest on."""
+    return {"p50": round(rates[len(rates) // 2], 6), "p90": round(rates[len(rates) // 10], 6)}
 
 
 def token_bytes(signature: Signature | None) -> int | None:
