@@ -122,6 +122,12 @@ def test_a_worker_reaches_the_fleets_nats(compose: dict[str, Any], name: str) ->
     assert services(compose)[name]["environment"]["INFERBUS_NATS_URL"] == "nats://nats:4222"
 
 
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_worker_serves_its_metrics_where_the_documentation_says(compose: dict[str, Any], name: str) -> None:
+    port = services(compose)[name]["environment"]["INFERBUS_METRICS_PORT"]
+    assert f"type: A, port: {port}" in (ROOT / "docs" / "operating.md").read_text()
+
+
 def test_nothing_runs_with_more_rights_than_it_needs(compose: dict[str, Any]) -> None:
     for service in services(compose).values():
         assert service["cap_drop"] == ["ALL"]

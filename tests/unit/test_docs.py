@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from schemas import errors
+from schemas.fleet import Load
+from schemas.handoff import Transfer
 from workers.config import Option, options
+from workers.engine.scripted import ScriptedEngine
+from workers.observe.metrics import Metrics
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -22,6 +29,38 @@ def test_every_setting_is_documented_with_its_flag_variable_and_meaning(option: 
 def test_no_setting_is_documented_that_is_gone() -> None:
     rows = [line for line in (DOCS / "configuration.md").read_text().splitlines() if line.startswith("| `--")]
     assert len(rows) == len(options())
+
+
+def test_every_metric_is_documented_with_its_labels_and_none_that_is_gone() -> None:
+    text = (DOCS / "operating.md").read_text()
+    rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| `inferbus_")]
+    documented = {
+        name: set(re.findall(r"`(\w+)`", labels))
+        for names, labels in rows
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    metrics = everything_counted()
+    own = {
+        family.name + "_total" * (family.type == "counter"): set(family.samples[0].labels)
+        - {"role", "model", "le"}
+        for family in metrics.registry.collect()
+        if family.name.startswith("inferbus_")
+    }
+    assert documented == own
+    assert set(re.findall(r"inferbus_\w+?(?=_bucket|_sum|\b)", text)) == set(own)
+
+
+def everything_counted() -> Metrics:
+    """Metrics with at least one sample of each."""
+    metrics = Metrics("both", ScriptedEngine().info)
+    bus: Any = SimpleNamespace(connected=True, reconnects=0, writer=SimpleNamespace(sent=0, dropped=0))
+    metrics.watch(lambda: Load(slots=1), bus)
+    job: Any = SimpleNamespace(kind="chat", job_class="batch", durable=True, attempt=2)
+    outcome: Any = SimpleNamespace(job=job, status="ok", error=None, first_chunk=0.1, chunks=1)
+    metrics.ended(outcome, 0.2)
+    metrics.settled(job, "finished", None)
+    metrics.handed_off(0.1, None, Transfer(seconds=0.1, bytes=1))
+    return metrics
 
 
 def test_every_error_code_is_in_the_contract() -> None:
