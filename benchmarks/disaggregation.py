@@ -25,13 +25,13 @@ from typing import Any, Final
 
 import msgspec
 
-from benchmarks import handoffs, machine, report
-from benchmarks.gpu import KV_TOKENS
+from benchmarks import handoffs, report
 from benchmarks.handoffs import Handoffs
-from benchmarks.killing import SETTINGS, Killed, Killing
+from benchmarks.killing import SETTINGS, Killing
+from benchmarks.layouts import KV_TOKENS
 from benchmarks.load import LoadFailed, Wire, encode
 from benchmarks.machine import Watch
-from benchmarks.report import Report
+from benchmarks.report import Draft
 from benchmarks.traces import TRACES, Goal, Outcome, Trace, arrivals
 from schemas.fleet import Role
 from schemas.subjects import Subjects
@@ -152,22 +152,17 @@ class Run:
         self._model = model
         self._flags = flags
         self._options = options
-        self._out = out
         self._logs = logs
-        self._machine = machine.Machine.here()
-        self._gpus = 0 if os.environ.get("INFERBUS_CPU") == "1" else len(self._machine.gpus)
-        self._taken, self._started, self._load = report.now(), time.monotonic(), machine.load()
-        self._versions, self._links = machine.versions(), handoffs.links()
-        self._readings: list[Reading] = []
-        self._killed: list[Killed] = []
-        self._notes: list[str] = []
+        self._draft = Draft("disaggregation", out, quick=options.scripted is not None)
+        self._gpus = 0 if os.environ.get("INFERBUS_CPU") == "1" else len(self._draft.machine.gpus)
+        self._links = handoffs.links()
         self._ways: dict[str, Any] = {}
         self._bytes: int | None = None
 
     @property
     def done(self) -> bool:
         """Whether anything was measured."""
-        return bool(self._readings or self._killed)
+        return bool(self._draft.readings or self._draft.summary)
 
     async def layouts(self) -> None:
         """All of them, one after the other; one that fails is told of and leaves the others."""
@@ -176,7 +171,7 @@ class Run:
                 async with self._fleet(name) as stack:
                     await (self._kill(stack) if name == "kill" else self._measure(name, stack))
             except Exception as error:  # noqa: BLE001 - what the other layouts give is wanted all the same
-                self._note(f"{name}: {type(error).__name__}: {error}")
+                self._draft.note(f"{name}: {type(error).__name__}: {error}")
             self.save()
 
     @asynccontextmanager
@@ -187,7 +182,7 @@ class Run:
         env |= {} if self._gpus else {"CUDA_VISIBLE_DEVICES": "", **ONE_THREAD}
         env |= {BATCHED_COPY: "0"} if name == "pair-pieces" else {}
         env |= SETTINGS if name == "kill" else {}
-        self._say(f"{name}: starting {', '.join(roles)} on {self._gpus or 'no'} GPU(s)")
+        self._draft.say(f"{name}: starting {', '.join(roles)} on {self._gpus or 'no'} GPU(s)")
         stack = LocalStack(
             self._model,
             model=MODEL,
@@ -201,7 +196,7 @@ class Run:
             grace=1.0,
         )
         async with stack:
-            self._note(f"{name}: ready after {time.monotonic() - began:.0f} s")
+            self._draft.note(f"{name}: ready after {time.monotonic() - began:.0f} s")
             try:
                 yield stack
             finally:
@@ -241,11 +236,11 @@ class Run:
             ):
                 sent = await asyncio.to_thread(wire.paced, _SUBJECT, bodies, due, silence=options.silence)
         except (LoadFailed, OSError) as error:
-            self._note(f"{name}, {trace.name} at {rate:g}: {type(error).__name__}: {error}")
+            self._draft.note(f"{name}, {trace.name} at {rate:g}: {type(error).__name__}: {error}")
             return
         outcome = Outcome.of(sent, trace.answer, options.goal)
         told = None if name == "both" else reader.handoffs(trace.prompt, self._bytes)
-        self._readings.append(
+        self._draft.readings.append(
             Reading(
                 layout=name,
                 trace=trace.name,
@@ -260,7 +255,7 @@ class Run:
         if told is not None and told.seconds is not None:
             more = f", hand-off {told.seconds.p50:.0f} (p99 {told.seconds.p99:.0f}) ms"
             more += f", {told.gbytes['p50']:.3g} GB/s" if told.gbytes else ""
-        self._say(f"{name}, {trace.name} at {rate:g}/s: {outcome.shown()}{more}")
+        self._draft.say(f"{name}, {trace.name} at {rate:g}/s: {outcome.shown()}{more}")
         self.save()
 
     async def _idle(self, name: str, client: Client) -> None:
@@ -268,7 +263,7 @@ class Run:
         end = time.monotonic() + IDLE_SECONDS
         while any(each.load.busy or each.load.running for each in await client.workers()):
             if time.monotonic() > end:
-                self._note(f"{name}: still busy {IDLE_SECONDS:g} s after the last answer")
+                self._draft.note(f"{name}: still busy {IDLE_SECONDS:g} s after the last answer")
                 return
             await asyncio.sleep(0.2)
 
@@ -287,53 +282,33 @@ class Run:
         roles = roles_of("kill", options)
         flags = placed(roles, self._gpus, options.tokens)[roles.index(options.kill)]
         found = await killing.run(options.kill, flags)
-        self._killed.append(found)
-        self._say(
+        self._draft.summary.append(found)
+        self._draft.say(
             f"kill {found.role}: {found.whole} of {found.jobs} jobs whole, {found.lost} lost, "
             f"{found.results} results, attempts {found.attempts}; live: {found.live.shown()}; "
             f"successor ready after {found.replaced:.1f} s"
         )
-
-    def _note(self, line: str) -> None:
-        self._notes.append(line)
-        self._say(line)
-
-    def _say(self, line: str) -> None:
-        print(f"{time.monotonic() - self._started:6.1f} s  {line}", flush=True)
 
     def save(self) -> Path:
         """Writes what there is so far."""
         options = msgspec.to_builtins(self._options, enc_hook=str)
         # A path of this machine says nothing.
         options["scripted"] = self._options.scripted is not None
-        done = Report(
-            name="disaggregation",
-            quick=self._options.scripted is not None,
-            taken=self._taken,
-            seconds=round(time.monotonic() - self._started, 1),
-            versions=self._versions,
-            machine=self._machine,
-            load_before=self._load,
-            setup={
-                "flags": self._flags,
-                "gpus": self._gpus,
-                "options": options,
-                "environment": {**PATIENCE, **handoffs.TOLD, **({} if self._gpus else ONE_THREAD)},
-                "kill_environment": SETTINGS,
-                "placed": {
-                    name: placed(roles_of(name, self._options), self._gpus, self._options.tokens)
-                    for name in self._options.layouts
-                },
-                "kv_bytes_a_token": self._bytes,
-                "links": self._links,
-                "ways": self._ways,
-                "notes": self._notes,
+        setup = {
+            "flags": self._flags,
+            "gpus": self._gpus,
+            "options": options,
+            "environment": {**PATIENCE, **handoffs.TOLD, **({} if self._gpus else ONE_THREAD)},
+            "kill_environment": SETTINGS,
+            "placed": {
+                name: placed(roles_of(name, self._options), self._gpus, self._options.tokens)
+                for name in self._options.layouts
             },
-            summary=self._killed,
-            aims=[],
-            readings=self._readings,
-        )
-        return done.save(self._out)
+            "kv_bytes_a_token": self._bytes,
+            "links": self._links,
+            "ways": self._ways,
+        }
+        return self._draft.save(setup)
 
 
 _SUBJECT: Final = Subjects().request(MODEL, "tokens")

@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from benchmarks.disaggregation import Reading as Paced
-from benchmarks.gpu import Reading
+from benchmarks.readings import Reading
 from benchmarks.report import RESULTS, write
 
 READINGS: Final = RESULTS / "h200"

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from benchmarks.gpu import Quantiles
+from benchmarks.report import Quantiles
 from schemas.fleet import Signature
 
 TOLD: Final[dict[str, str]] = {"UCX_PROTO_INFO": "y"}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import datetime as dt
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -40,6 +42,29 @@ class Spread(msgspec.Struct, frozen=True):
         if self.repeats == 1:
             return shown(self.median)
         return f"{shown(self.median)} ±{shown(self.furthest).lstrip('+')}"
+
+
+class Quantiles(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a duration, in milliseconds."""
+
+    n: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, seconds: Iterable[float]) -> Quantiles | None:
+        """The quantiles of some durations; None if there are none."""
+        found = sorted(seconds)
+        if not found:
+            return None
+
+        def at(share: float) -> float:
+            return round(found[min(len(found) - 1, int(len(found) * share))] * 1e3, 3)
+
+        mean = round(fmean(found) * 1e3, 3)
+        return cls(n=len(found), mean=mean, p50=at(0.5), p90=at(0.9), p99=at(0.99))
 
 
 class Aim(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +112,59 @@ class Report(msgspec.Struct, kw_only=True):
         path = folder / f"{name}-{self.taken[:10]}.json"
         path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
         return path
+
+
+class Draft:
+    """A report that grows while a program measures, for programs that may be ended at any moment.
+
+    Args:
+        name: Of the benchmark.
+        folder: Where it is written.
+        quick: See `Report`.
+
+    Attributes:
+        machine: What this runs on.
+        readings: So far.
+        summary: So far.
+        notes: What people should know of this run.
+    """
+
+    def __init__(self, name: str, folder: Path, *, quick: bool = False) -> None:
+        self.machine = machine.Machine.here()
+        self.readings: list[Any] = []
+        self.summary: list[Any] = []
+        self.notes: list[str] = []
+        self._name = name
+        self._folder = folder
+        self._quick = quick
+        self._taken, self._started = now(), time.monotonic()
+        self._load, self._versions = machine.load(), machine.versions()
+
+    def say(self, line: str) -> None:
+        """Tells where the program is."""
+        print(f"{time.monotonic() - self._started:6.1f} s  {line}", flush=True)
+
+    def note(self, line: str) -> None:
+        """Says it in the report as well."""
+        self.notes.append(line)
+        self.say(line)
+
+    def save(self, setup: dict[str, Any]) -> Path:
+        """Writes what there is so far."""
+        done = Report(
+            name=self._name,
+            quick=self._quick,
+            taken=self._taken,
+            seconds=round(time.monotonic() - self._started, 1),
+            versions=self._versions,
+            machine=self.machine,
+            load_before=self._load,
+            setup={**setup, "notes": self.notes},
+            summary=self.summary,
+            aims=[],
+            readings=self.readings,
+        )
+        return done.save(self._folder)
 
 
 def now() -> str:

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import msgspec
 
-from benchmarks.gpu import Quantiles
 from benchmarks.load import Sent
+from benchmarks.report import Quantiles
 from benchmarks.workload import IDS
 
 REFUSED: Final = frozenset({"no_responders", "overloaded", "draining", "no_worker", "prefill_unavailable"})
