@@ -1,11 +1,12 @@
 """On one GPU, with a real model: is the batched copy right, and do failures end as they should there?
 
-    python -m benchmarks.gpu_checks MODEL [--out FILE] [--prompts N] [SGLang's flags]
+    python -m benchmarks.gpu_checks MODEL [--out FILE] [--prompts N] [--only-up] [SGLang's flags]
 
 Three layouts stand beside each other on the GPU: the bare engine, a pair as it comes, and a pair without the
 batched copy. All are given the same greedy prompts of many lengths, one at a time and then all at once. After
 that the first pair is treated badly: a caller leaves, a job is cancelled, a decode worker is killed in
-mid-sentence, and a prefill worker gets a hand-off whose decode never comes. Exits with 1 if a check failed.
+mid-sentence, and a prefill worker gets a hand-off whose decode never comes. When all of them have ended,
+`inferbus up --mps` is run as a user would, and stopped. Exits with 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import re
 import secrets
+import shutil
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -35,6 +40,7 @@ from workers.engine.sglang.options import BATCHED_COPY
 from workers.observe import logs
 from workers.stack.flags import placement
 from workers.stack.local import LocalStack
+from workers.stack.mps import PROGRAM as MPS
 from workers.stack.processes import Child, spawn
 from workers.stack.server import HOST
 
@@ -43,6 +49,10 @@ GREEDY: Final[dict[str, Any]] = {"temperature": 0, "max_tokens": 24}
 LONG: Final[dict[str, Any]] = {"temperature": 0, "max_tokens": 1000, "ignore_eos": True}
 START_SECONDS: Final = 200.0
 ORPHAN_SECONDS: Final = 4.0
+UP_SECONDS: Final = 90.0
+"""That `inferbus up` may take to stop: each worker has its grace."""
+MARK: Final = "BENCHMARK_UP"
+"""Variable by which the processes of `inferbus up` are known, wherever they went."""
 SETTINGS: Final[dict[str, str | None]] = {"INFERBUS_ANNOUNCE_INTERVAL": "0.2", "INFERBUS_ACK_WAIT": "4"}
 
 QUESTIONS: Final = (
@@ -193,6 +203,59 @@ class Checks:
                     except Exception as error:  # noqa: BLE001 - the other checks are wanted all the same
                         self.found[name] = {"ok": False, "error": f"{type(error).__name__}: {error}"}
                     self.say(f"{name}: {json.dumps(self.found[name])}")
+
+    async def up(self) -> None:
+        """The command that starts all of it, on a GPU that prefill and decode share at the same time."""
+        if shutil.which(MPS) is None:
+            self.found["up"] = {"ok": True, "skipped": f"{MPS} is not on PATH"}
+        else:
+            try:
+                self.found["up"] = await self._up()
+            except Exception as error:  # noqa: BLE001 - what was found before is wanted all the same
+                self.found["up"] = {"ok": False, "error": f"{type(error).__name__}: {error}"}
+        self.say(f"up: {json.dumps(self.found['up'])}")
+
+    async def _up(self) -> dict[str, Any]:
+        log, mark, began = self._folder / "up.log", secrets.token_hex(8), time.monotonic()
+        command = [sys.executable, "-m", "workers.cli", "up", "--mps", "--model-path", self._model]
+        command += ["--served-model", MODEL, "--port", "0", "--directory", str(self._folder / "up")]
+        child = await spawn("up", [*command, *self._flags], log=log, env={MARK: mark})
+        try:
+            ready = re.compile(rf"ready: the model {MODEL} at (nats://\S+);")
+
+            async def said() -> bool:
+                return ready.search(log.read_text()) is not None
+
+            await child.until(said, timeout=START_SECONDS, poll=0.2)
+            after = time.monotonic() - began
+            found = ready.search(log.read_text())
+            assert found is not None
+            async with Client.connect(found[1]) as client:
+                question = [{"role": "user", "content": QUESTIONS[0].format(TOPICS[0])}]
+                async with asyncio.timeout(60):
+                    answer: Any = await client.chat(MODEL, question, **GREEDY).answer()
+                roles = sorted(info.role for info in await client.workers())
+            running = {*_marked(mark), *_below(child.pid)}
+            stopping = time.monotonic()
+            child.send_signal(signal.SIGINT)
+            async with asyncio.timeout(UP_SECONDS):
+                code = await child.wait()
+            stopped = time.monotonic() - stopping
+            left = [_name(pid) for pid, start in {*running, *_marked(mark)} if _start(pid) == start]
+        finally:
+            child.kill()
+            for pid, _ in [*_marked(mark)]:
+                os.kill(pid, signal.SIGKILL)
+        tokens = answer["usage"]["completion_tokens"]
+        return {
+            "ok": code == 0 and not left and tokens > 0 and roles == ["decode", "prefill"],
+            "ready after s": round(after, 1),
+            "tokens": tokens,
+            "processes": len(running),
+            "exit code": code,
+            "stopped after s": round(stopped, 1),
+            "left": left,
+        }
 
     def _stack(self, name: str, roles: tuple[Role, ...], env: dict[str, str | None]) -> LocalStack:
         return LocalStack(
@@ -357,6 +420,46 @@ def _asking(client: Client) -> Ask:
     return ask
 
 
+def _marked(mark: str) -> Iterator[tuple[int, str]]:
+    """Processes that were started with a mark in their environment, with the moments of their starts."""
+    wanted = f"{MARK}={mark}".encode()
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                yield int(entry.name), _start(int(entry.name))
+        except OSError:
+            continue
+
+
+def _below(pid: int) -> Iterator[tuple[int, str]]:
+    """A process and its descendants; SGLang's rename themselves, and their environment goes with that."""
+    parents = {int(entry.name): _stat(int(entry.name))[1:2] for entry in Path("/proc").glob("[0-9]*")}
+    found = [pid]
+    for each in found:
+        found += [child for child, parent in parents.items() if parent == [str(each)]]
+        yield each, _start(each)
+
+
+def _stat(pid: int) -> list[str]:
+    """State, parent and so on; nothing of a process that is gone, or whose parent has yet to take note."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+    return [] if fields[0] in "ZX" else fields
+
+
+def _start(pid: int) -> str:
+    return "".join(_stat(pid)[19:20])
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
 def _same(mine: Sequence[list[int]], theirs: Sequence[list[int]]) -> int:
     return sum(a == b for a, b in zip(mine, theirs, strict=True))
 
@@ -378,17 +481,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--logs", type=Path)
     parser.add_argument("--prompts", type=int, default=200)
-    parser.add_argument("--no-faults", action="store_true", help="compare answers, and no more")
+    parser.add_argument("--no-faults", action="store_true", help="compare answers, and treat nothing badly")
+    parser.add_argument("--only-up", action="store_true", help="run `inferbus up --mps`, and no more")
     options, flags = parser.parse_known_args(arguments)
     logs.configure(level="ERROR", format="text")
     taken, versions = report.now(), machine.versions()
     with tempfile.TemporaryDirectory(prefix="inferbus-checks-") as temporary:
         folder = options.logs or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        prompts = prompts_of(options.model, options.prompts)
+        prompts = [] if options.only_up else prompts_of(options.model, options.prompts)
         checks = Checks(options.model, flags, prompts, folder)
+
+        async def run() -> None:
+            if prompts:
+                await checks.all(faults=not options.no_faults)
+            await checks.up()
+
         try:
-            asyncio.run(checks.all(faults=not options.no_faults))
+            asyncio.run(run())
         finally:
             done = {
                 "name": "gpu-checks",
@@ -401,7 +511,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             }
             if options.out is not None:
                 report.write(options.out, json.dumps(done, indent=1) + "\n")
-    right = checks.found["pair"]["alone"] == len(prompts)
+    right = not prompts or checks.found["pair"]["alone"] == len(prompts)
     ended = all(each.get("ok", True) for each in checks.found.values())
     return 0 if right and ended else 1
 
