@@ -70,6 +70,8 @@ WARMING: Final = (
     Item(what="streams", concurrency=48, requests=48),
     Item(what="streams", kind="chat", concurrency=8, requests=8),
 )
+LAG: Final = 90.0
+"""Seconds that other layouts may take to start once one has: they begin at the same moment."""
 FAILURES: Final = 2
 """Readings that may fail one after the other before a layout is left out: each may cost a minute."""
 SHOWN: Final = 300
@@ -217,11 +219,18 @@ class Run:
 
     async def _start(self, phase: str, layouts: Sequence[Layout]) -> list[Layout]:
         """Those that could be started."""
-        began = time.monotonic()
+        began, clocks = time.monotonic(), dict[str, asyncio.Timeout]()
 
         async def start(layout: Layout) -> None:
-            await layout.start()
+            try:
+                async with asyncio.timeout(None) as clocks[layout.name]:
+                    await layout.start()
+            finally:
+                clocks.pop(layout.name, None)
             self.draft.note(f"{phase}: {layout.name} ready after {time.monotonic() - began:.0f} s")
+            for clock in clocks.values():
+                if clock.when() is None:
+                    clock.reschedule(asyncio.get_running_loop().time() + LAG)
 
         failed = await self._all(phase, "did not start", {each.name: start(each) for each in layouts})
         ready = []

@@ -15,10 +15,12 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from benchmarks.load import BLOCK, LOOK_EVERY, SHOWN, SILENCE, SILENT, LoadFailed, Sent, Tally
+from benchmarks.load import LOOK_EVERY, SHOWN, SILENCE, SILENT, LoadFailed, Sent, Tally
 
 IDLE: Final = 2.0
 """Seconds after which a connection is not used again: servers close what is idle, 5 s in uvicorn."""
+BLOCK: Final = 16 * 1024
+"""Some events of one answer; the memory for a block that is read is taken anew each time."""
 CUT: Final = "cut"
 """Fate of a request whose connection was closed before its answer's end."""
 _STATUS: Final = re.compile(rb"HTTP/1\.\d (\d{3})")

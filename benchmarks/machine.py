@@ -28,7 +28,17 @@ QUIET: Final = 0.7
 LOOK_EVERY: Final = 5.0
 PROBE_SECONDS: Final = 20.0
 
-_PACKAGES: Final = ("inferbus", "sglang", "torch", "nats-py", "msgspec", "uvloop")
+_PACKAGES: Final = (
+    "inferbus",
+    "sglang",
+    "torch",
+    "nixl",
+    "nats-py",
+    "msgspec",
+    "uvloop",
+    "uvicorn",
+    "httptools",
+)
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
