@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -241,20 +242,30 @@ class Checks:
             async with asyncio.timeout(UP_SECONDS):
                 code = await child.wait()
             stopped = time.monotonic() - stopping
-            left = [_name(pid) for pid, start in {*running, *_marked(mark)} if _start(pid) == start]
+
+            def left() -> list[str]:
+                return [_name(pid) for pid, start in {*running, *_marked(mark)} if _start(pid) == start]
+
+            async def gone() -> bool:
+                return not left()
+
+            # The kernel takes a moment to be done with what was killed.
+            with contextlib.suppress(TimeoutError):
+                await _until(gone)
         finally:
             child.kill()
             for pid, _ in [*_marked(mark)]:
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         tokens = answer["usage"]["completion_tokens"]
         return {
-            "ok": code == 0 and not left and tokens > 0 and roles == ["decode", "prefill"],
+            "ok": code == 0 and not left() and tokens > 0 and roles == ["decode", "prefill"],
             "ready after s": round(after, 1),
             "tokens": tokens,
             "processes": len(running),
             "exit code": code,
             "stopped after s": round(stopped, 1),
-            "left": left,
+            "left": left(),
         }
 
     def _stack(self, name: str, roles: tuple[Role, ...], env: dict[str, str | None]) -> LocalStack:
