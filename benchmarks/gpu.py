@@ -84,7 +84,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         jobs: Requests of an offline reading.
         streams: Concurrency and requests of the readings with streams, rising.
-        wide: The same, of the one that is for CUDA graphs above the usual.
+        wide: The same, of one with more streams than SGLang has CUDA graphs for, and as many as there are jobs.
         rates: Of paced requests, a second.
         seconds: How long those come.
         plan: Lengths.
@@ -110,7 +110,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         both = [self._streams(*shape) for shape in self.streams[::-1]]
         found += [*both[0], *paced[:1], *(item for pair in both[1:-1] for item in pair)]
         found += [*paced[1:], *both[-1]]
-        if "pair-graphs" in layouts:
+        if {"pair-graphs", "bare"} & set(layouts):
+            # Beside the bare engine: as many streams as there are jobs, whose chunks are streams as well.
             found.insert(3, self._streams(*self.wide)[0])
         return [item for item in found if re.search(self.wanted, item.label())]
 
@@ -119,7 +120,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         sizes = [concurrency for concurrency, _ in self.streams]
         if layout in ("bare", "http"):
             # Neither stores anything, so whole answers are all the offline work that there is.
-            return item.what != "jobs"
+            return item.what != "jobs" and (layout == "bare" or item.concurrency <= sizes[-1])
         if layout == "pair-graphs":
             return item.what in ("jobs", "whole") or item.concurrency >= sizes[-1]
         if layout in PHASES["pages"]:
@@ -135,8 +136,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 FULL: Final = Limits(
     jobs=512,
-    streams=[(1, 6), (16, 64), (64, 192), (256, 512)],
-    wide=(512, 768),
+    streams=[(1, 16), (16, 64), (64, 192), (256, 512)],
+    wide=(512, 512),
     rates=[20, 40],
     seconds=10.0,
     plan=Plan(passes=1, shapes=[], prompt=512, answer=128),

@@ -175,4 +175,7 @@ def shown(found: Reading) -> str:
         line += f", sent {found.late.p99:.1f} ms late (p99)"
     if found.handoffs and found.handoffs.seconds:
         line += f", hand-off {found.handoffs.seconds.p50:.0f} (p99 {found.handoffs.seconds.p99:.0f}) ms"
+    if found.handoffs and found.handoffs.transfer_seconds:
+        took = found.handoffs.transfer_seconds
+        line += f", KV {took.p50:.1f} (p99 {took.p99:.1f}) ms"
     return line + "".join(f", {count} {fate}" for fate, count in found.failed.items())
