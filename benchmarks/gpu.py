@@ -84,7 +84,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         jobs: Requests of an offline reading.
         streams: Concurrency and requests of the readings with streams, rising.
-        wide: The same, of one with more streams than SGLang has CUDA graphs for, and as many as there are jobs.
+        wide: The same, of one with as many streams as jobs, more than SGLang has CUDA graphs for.
         rates: Of paced requests, a second.
         seconds: How long those come.
         plan: Lengths.
