@@ -90,11 +90,12 @@ class Bare:
 
 async def drive(ask: Ask, bodies: list[bytes], concurrency: int) -> Counted:
     """Sends every request, some at a time."""
-    counted, left = Counted(), iter(bodies)
+    counted, left, started = Counted(), iter(bodies), time.perf_counter()
 
     async def one_after_another() -> None:
+        # Counts from when it was due: SGLang converts a chat on the loop, and others wait for that.
+        sent = started
         for body in left:
-            sent = time.perf_counter()
             messages = 0
             async for message in await ask(body):
                 if messages == 0:
@@ -103,6 +104,7 @@ async def drive(ask: Ask, bodies: list[bytes], concurrency: int) -> Counted:
                         raise RuntimeError(message)
                 messages += 1
             counted.messages += messages
+            sent = time.perf_counter()
 
     async with asyncio.TaskGroup() as group:
         for _ in range(concurrency):

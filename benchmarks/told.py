@@ -71,17 +71,18 @@ class Told(Bare):
 
     async def _streams(self, item: Item, bodies: list[bytes]) -> Taken:
         taken = Taken(seconds=0.0, tokens=len(bodies) * self._plan.answer)
-        left = iter(bodies)
+        left, started = iter(bodies), time.perf_counter()
 
         async def one_after_another() -> None:
+            # Counts from when it was due: SGLang converts a chat on the loop, and others wait for that.
+            sent = started
             for body in left:
-                sent = time.perf_counter()
                 times = await self._times(item, body)
                 taken.first.append(times[0] - sent)
                 taken.moments.append(times)
                 taken.messages += len(times)
+                sent = times[-1]
 
-        started = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             for _ in range(item.concurrency):
                 group.create_task(one_after_another())
