@@ -44,10 +44,12 @@ class Source:
         data = (READINGS / f"{name}-{DAY}.json").read_bytes()
         self._readings = msgspec.json.decode(data, type=File).readings
 
-    def mean(self, layout: str, label: str, figure: Callable[[Reading], float]) -> float:
-        """The mean of one figure over the passes."""
+    def mean(self, layout: str, label: str, figure: Callable[[Reading], float], *, phase: str = "") -> float:
+        """The mean of one figure over the passes, of one phase or of all."""
         return fmean(
-            figure(each) for each in self._readings if each.layout == layout and each.item.label() == label
+            figure(each)
+            for each in self._readings
+            if each.layout == layout and each.item.label() == label and phase in ("", each.phase)
         )
 
 
@@ -138,8 +140,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     folder = Path(arguments[0]) if arguments else FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    single, after = Source("gpu-single-before"), Source("gpu-single")
-    pair, mps = Source("gpu-pair"), Source("gpu-pair-mps")
+    single, http, pairs = Source("gpu-single-again"), Source("gpu-http"), Source("gpu-pairs")
+    before = Source("gpu-single-before")
 
     def rate(reading: Reading) -> float:
         return reading.rate
@@ -147,36 +149,51 @@ def main(arguments: Sequence[str]) -> int:
     def cpu(reading: Reading) -> float:
         return reading.cpu_us
 
-    labels = [*(f"tokens, {streams} streams" for streams in (16, 64, 256)), "tokens, jobs"]
-    layouts = (
-        ("bare engine", single, "bare"),
-        ("worker", single, "both"),
-        ("pair", pair, "pair"),
-        ("pair, piece by piece", pair, "pair-pieces"),
-        ("pair under MPS", mps, "pair"),
-    )
-    series = [(name, [src.mean(lay, label, rate) for label in labels]) for name, src, lay in layouts]
-    groups = ("16 streams", "64 streams", "256 streams", "512 jobs")
+    def transfer(reading: Reading) -> float:
+        found = reading.handoffs and reading.handoffs.transfer_seconds
+        return found.p50 if found else 0.0
+
+    labels = [f"tokens, {streams} streams" for streams in (16, 64, 256)]
+    series = [
+        ("bare engine", [single.mean("bare", label, rate) for label in labels]),
+        ("SGLang's server", [http.mean("http", label, rate) for label in labels]),
+        ("worker", [single.mean("both", label, rate) for label in labels]),
+        ("pair", [pairs.mean("pair", label, rate, phase="pair") for label in labels]),
+        ("pair under MPS", [pairs.mean("pair", label, rate, phase="pair-mps") for label in labels]),
+    ]
+    groups: Sequence[str] = ("16 streams", "64 streams", "256 streams")
     title = "One H200, Llama-3.1-8B shape, 512 in / 128 out: output tokens a second"
     write(folder / "gpu-throughput.svg", bars(title, "", groups, series, lambda value: f"{value:,.0f}"))
 
-    labels = ["tokens, jobs", "tokens, whole", "tokens, 256 streams", "chat, 256 streams"]
-    groups = ("512 jobs, streamed", "512 jobs, whole", "256 streams", "256 chats")
+    whole, stored = "tokens, whole", "tokens, jobs"
+    labels = [whole, "tokens, 256 streams", "chat, 64 streams", "chat, 256 streams"]
     ratios = [
         (name, [src.mean("both", label, rate) / src.mean("bare", label, rate) for label in labels])
-        for name, src in (("before", single), ("after", after))
+        for name, src in (("at first", before), ("now", single))
     ]
-    title = "A worker against the bare engine, before and after the two changes: throughput"
+    groups = ("512 jobs", "256 streams", "64 chats", "256 chats")
+    title = "A worker against the bare engine: throughput"
     write(folder / "gpu-worker.svg", bars(title, "", groups, ratios, lambda value: f"{value:.2f}"))
 
+    labels = ["tokens, 64 streams", "tokens, 256 streams", "chat, 64 streams", "chat, 256 streams"]
     costs = [
-        ("bare engine, before", [single.mean("bare", label, cpu) for label in labels]),
-        ("worker, before", [single.mean("both", label, cpu) for label in labels]),
-        ("bare engine, after", [after.mean("bare", label, cpu) for label in labels]),
-        ("worker, after", [after.mean("both", label, cpu) for label in labels]),
+        ("bare engine", [single.mean("bare", label, cpu) for label in labels]),
+        ("worker", [single.mean("both", label, cpu) for label in labels]),
+        ("SGLang's server", [http.mean("http", label, cpu) for label in labels]),
     ]
+    groups = ("64 streams", "256 streams", "64 chats", "256 chats")
     title = "CPU of the process with the tokenizer manager, microseconds for an output token"
     write(folder / "gpu-cpu.svg", bars(title, "", groups, costs, lambda value: f"{value:.0f}"))
+
+    labels = ["tokens, paced 20/s", "tokens, paced 40/s", "tokens, 64 streams", "tokens, 256 streams", stored]
+    took = [
+        (name, [pairs.mean("pair", label, transfer, phase=phase) for label in labels])
+        for name, phase in (("pair", "pair"), ("pair under MPS", "pair-mps"))
+    ]
+    groups = ("20/s", "40/s", "64 streams", "256 streams", "512 jobs")
+    title = "KV transfer of a request (64 MiB), median in ms"
+    write(folder / "gpu-transfer.svg", bars(title, "", groups, took, lambda value: f"{value:.0f}"))
+    rates(READINGS / f"disaggregation-one-gpu-{DAY}.json", folder)
     return 0
 
 
