@@ -54,6 +54,9 @@ SUBMITTED: Final = "Infer-Submitted"
 CONTINUES: Final = "Infer-Continues"
 """On the first chunk of a newer attempt that goes on after an older one: see `Continuation`."""
 
+LAST_ATTEMPT: Final = "Infer-Last-Attempt"
+"""On the event that the attempt before was lost and the last one, of this number, begins."""
+
 REASON: Final = "Infer-Reason"
 """On dead letters: the error's code."""
 

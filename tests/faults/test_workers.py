@@ -7,6 +7,7 @@ import json
 import random
 import signal
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from nats.js.errors import NotFoundError
 from tests.support.asking import Answer, result
 from tests.support.eventually import eventually
 from tests.support.fleet import Fleet, fleet, stop
+from workers.stack.errors import ProcessExited
 from workers.stack.server import NatsServer
 
 pytestmark = pytest.mark.faults
@@ -171,6 +173,31 @@ async def test_a_job_that_kills_every_worker_becomes_a_dead_letter_a4(nc: Client
     assert letter.headers is not None
     assert letter.headers["Infer-Subject"] == f"{JOBS}.tokens"
     await eventually(lambda: empty_queue(nc))
+
+
+async def test_what_ran_beside_a_job_that_kills_every_worker_is_answered_all_the_same(
+    nc: Client, workers: Fleet
+) -> None:
+    killer = '[[rules]]\nuser = "killer"\ndelay = 0.02\n[rules.fault]\ndo = "kill"\nat = 10\n'
+    poison = json.dumps({"token_ids": [1, 2], "user": "killer", "max_tokens": 40}).encode()
+    await nc.jetstream().publish(f"{JOBS}.tokens", poison, headers={"Nats-Msg-Id": "poison"})
+    for job in ("a", "b", "c"):
+        await submit(nc, job)
+
+    async def buried() -> bool:
+        with suppress(NotFoundError):
+            return bool(await nc.jetstream().get_last_msg("INFER_RESULTS", "infer.results.acme.poison"))
+        return False
+
+    while not await buried():
+        worker = await workers.start(
+            "both", f"{killer}{SLOW}", ready=False, max_deliver=2, ack_wait=1, slots=8
+        )
+        with suppress(ProcessExited):
+            await worker.until(buried, timeout=60)
+    found = {job: await result(nc, job, within=30) for job in ("poison", "a", "b", "c")}
+    status = {job: message.headers["Infer-Status"] for job, message in found.items()}
+    assert status == {"poison": "error", "a": "ok", "b": "ok", "c": "ok"}
 
 
 async def test_a_running_request_stops_when_it_is_cancelled_by_subject(nc: Client, workers: Fleet) -> None:

@@ -160,6 +160,7 @@ class Forget(Step, frozen=True):
     """Chunks are kept for a while only."""
 
     def do(self, world: World) -> None:
+        world.forgetful = True
         world.server.forget_chunks()
 
 

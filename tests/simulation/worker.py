@@ -191,6 +191,8 @@ class Worker:
         elif world.server.deliveries[number] > delivery.attempt and delivery.epoch == self.connection.epoch:
             # A sign of life may be lost with the connection, and its sender does not know.
             world.wrong(f"{self.name} speaks of {number}, attempt {attempt}, which was delivered again")
+        if b'"retrying"' in data and headers.LAST_ATTEMPT not in found:
+            world.given_up[number] += 1
         deaf = world.time.now - DEAF
         if b'"seq":' in data and self.connection.undisturbed < deaf:
             job = world.submissions[number]

@@ -71,6 +71,14 @@ class Bench:
         assert len(delivery.ended) == 1
         return delivery.ended[0]
 
+    async def dies(self, delivery: MemoryDelivery) -> None:
+        """The worker is killed while it has a job."""
+        runs = self.runs
+        handling = asyncio.create_task(self.deliveries.handle(delivery))
+        await eventually(lambda: self.runs > runs)
+        handling.cancel()
+        await asyncio.wait({handling})
+
     @property
     def results(self) -> list[Stored]:
         return self.broker.streams["INFER_RESULTS"]
@@ -88,6 +96,12 @@ async def answer(job: Job, reply: Reply, served: Served) -> bytes:
     reply.chunk(b'{"text":"a"}')
     reply.chunk(b'{"text":"b"}')
     return b'{"whole":true}'
+
+
+async def dying(job: Job, reply: Reply, served: Served) -> bytes:
+    reply.chunk(b'{"text":"a"}')
+    await asyncio.Event().wait()
+    return b""
 
 
 def failing(error: Exception) -> Answerer:
@@ -252,11 +266,64 @@ async def test_the_last_failed_attempt_becomes_a_dead_letter_a_result_and_a_term
 
 
 async def test_a_job_that_killed_every_worker_is_buried_without_another_try_a4() -> None:
-    bench = Bench(answer, attempts=3)
+    bench = Bench(dying, attempts=3)
+    await bench.dies(bench.job(attempt=3))
+    assert bench.runs == 1
     assert await bench.handle(bench.job(attempt=4)) == ("term", "attempts_exhausted")
-    assert bench.runs == 0
+    assert bench.runs == 1
     assert bench.dead[0].headers[headers.REASON] == "attempts_exhausted"
     assert bench.ends == ["error"]
+
+
+async def test_a_job_that_came_too_often_without_being_tried_has_its_last_attempt() -> None:
+    """It waited in workers that were killed by others."""
+    bench = Bench(answer, attempts=3)
+    assert await bench.handle(bench.job(attempt=9)) == ("ack", None)
+    assert bench.results[0].headers[headers.STATUS] == "ok"
+    assert not bench.dead
+
+
+async def test_what_may_be_tried_once_is_not_tried_again() -> None:
+    bench = Bench(answer, attempts=1)
+    assert await bench.handle(bench.job(attempt=2)) == ("term", "attempts_exhausted")
+    assert bench.runs == 0
+
+
+async def test_last_attempts_of_jobs_whose_workers_died_are_made_one_at_a_time() -> None:
+    go_on = asyncio.Event()
+
+    async def slow(job: Job, reply: Reply, served: Served) -> bytes:
+        await go_on.wait()
+        return b"{}"
+
+    bench = Bench(slow, attempts=3)
+    first = asyncio.create_task(bench.handle(bench.job(attempt=3, sequence=7)))
+    await eventually(lambda: bench.runs == 1)
+    second = bench.job(attempt=4, sequence=8, **{headers.JOB_ID: "j2"})
+    assert await bench.handle(second) == ("nak", 5.0)
+    go_on.set()
+    assert await first == ("ack", None)
+    again = bench.job(attempt=5, sequence=8, **{headers.JOB_ID: "j2"})
+    assert await bench.handle(again) == ("ack", None)
+    assert bench.runs == 2
+
+
+async def test_last_attempts_of_jobs_that_failed_in_good_order_are_not_held_up() -> None:
+    bench = Bench(failing(PrefillUnavailable("none")), attempts=3)
+    for attempt in (1, 2):
+        assert (await bench.handle(bench.job(attempt=attempt)))[0] == "nak"
+    with bench.deliveries._last.alone():
+        assert await bench.handle(bench.job(attempt=3)) == ("term", "prefill_unavailable")
+
+
+async def test_a_job_whose_workers_were_stopped_again_and_again_is_no_dead_letter() -> None:
+    bench = Bench(failing(Draining("shutting down")), attempts=2)
+    for attempt in (1, 2, 3, 4):
+        assert await bench.handle(bench.job(attempt=attempt)) == ("nak", 0.0)
+    # Stopped in its last attempt, after deliveries that nothing is known of.
+    for attempt in (7, 8):
+        assert await bench.handle(bench.job(attempt=attempt)) == ("nak", 0.0)
+    assert not bench.dead
 
 
 async def test_a_defect_is_retried_and_says_nothing_of_the_request() -> None:

@@ -2,7 +2,7 @@
 
     taken      → result there already?      acknowledge, nothing else
                → handed in once more?       the result that it has already, again
-               → attempts used up?          dead letter (its last worker died)
+               → workers died of it?        the last attempt is made alone; after that, dead letter
                → cancelled while queued?    cancelled, without touching the engine
     succeeded  → result stored once → end mark → acknowledged
     caller's fault, cancelled, expired → the same, with the error as the result
@@ -47,6 +47,7 @@ from workers.jobs.cancel import Cancels
 from workers.jobs.duplicate import origin, repeats
 from workers.jobs.history import Point, points
 from workers.jobs.job import Envelope, Job, durable
+from workers.jobs.last import LastAttempts, given_up
 from workers.jobs.reply import Reply, Served, error_body, served_headers
 from workers.jobs.retry import RetryPolicy
 from workers.jobs.scope import Scope
@@ -55,15 +56,19 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
-Settled = Literal["finished", "retried", "handed_back", "dead", "repeated", "left"]
+Settled = Literal["finished", "retried", "handed_back", "deferred", "dead", "repeated", "left"]
 """What became of a delivery: answered, be it with the caller's error or `cancelled`; to be tried again; given
-back by a worker that stops; given up; answered already; another worker's by now, or NATS is away."""
+back by a worker that stops; given back until another job's last attempt is over; given up; answered already;
+another worker's by now, or NATS is away."""
 
 PATIENCE: Final = 300.0
 """Seconds for which a finished answer waits for NATS to come back."""
 
 FIRST_PAUSE: Final = 0.1
 LONGEST_PAUSE: Final = 5.0
+
+DEFERRED: Final = 5.0
+"""Seconds after which a job whose last attempt had to wait comes again, here or elsewhere."""
 
 _WHOSE: Final = (headers.SUBMISSION, headers.ATTEMPT, headers.WORKER)
 """What tells one attempt's result from every other's."""
@@ -102,6 +107,7 @@ class Deliveries:
     ) -> None:
         self._broker = broker
         self._attempts = attempts
+        self._last = LastAttempts(broker, subjects)
         self._cancels = cancels
         self._subjects = subjects
         self._policy = policy
@@ -133,7 +139,9 @@ class Deliveries:
             self.settled(envelope.job, "left", error)
 
     async def _handle(self, delivery: Delivery, envelope: Envelope) -> None:
-        previous, envelope = await asyncio.gather(self._result(envelope.job), self._numbered(envelope))
+        previous, (envelope, orderly) = await asyncio.gather(
+            self._result(envelope.job), self._numbered(envelope)
+        )
         job = envelope.job
         if previous is not None and _submission(previous) >= (job.submission or 0):
             await delivery.ack()
@@ -149,10 +157,27 @@ class Deliveries:
         if previous is not None and (answer := await self._answered(job, delivery.message)) is not None:
             await self._restate(delivery, envelope, answer, expect)
             return
-        if job.attempt > self._policy.attempts:
+        if orderly or job.attempt == 1 or not self._policy.last(job.attempt):
+            await self._attempt(delivery, envelope, expect)
+        elif job.attempt > self._policy.attempts and await self._exhausted(job):
             error = AttemptsExhausted(f"{job.attempt - 1} attempts ended without an answer")
             await self._bury(delivery, self._failed(job, error), expect)
-            return
+        elif self._last.running:
+            await delivery.nak(DEFERRED)
+            log.info("job.deferred", **facts(job))
+            self.settled(job, "deferred", None)
+        else:
+            with self._last.alone():
+                await self._last.mark(job)
+                await self._attempt(delivery, envelope, expect)
+
+    async def _exhausted(self, job: Job) -> bool:
+        """Whether a job that came more often than it may be tried has been tried for the last time."""
+        # What may be tried once may not be tried again, whoever is to blame.
+        return self._policy.attempts == 1 or await self._last.made(job)
+
+    async def _attempt(self, delivery: Delivery, envelope: Envelope, expect: int) -> None:
+        job = envelope.job
         scope = Scope(job.key, submission=job.submission, stored=job.arrived)
         forget = self._attempts.scopes.add(scope)
         try:
@@ -190,15 +215,21 @@ class Deliveries:
         log.warning("job.acknowledged", reason="it had ended under an earlier number", **facts(job))
         self.settled(job, "repeated", None)
 
-    async def _numbered(self, envelope: Envelope) -> Envelope:
-        """The attempt's number is above all that readers have seen: a server that was killed counts anew."""
+    async def _numbered(self, envelope: Envelope) -> tuple[Envelope, bool]:
+        """The attempt's number is above all that readers have seen: a server that was killed counts anew.
+
+        Returns:
+            And whether the attempt before it was given up in good order, as far as that is known: what its
+            worker says last of an answer that goes to an inbox is nowhere stored.
+        """
         job = envelope.job
         newest = await self._broker.last(CHUNKS, job.reply)
         if newest is None or newest.headers.get(headers.SUBMISSION) != str(job.submission):
-            return envelope
+            return envelope, False
         seen = _number(newest.headers.get(headers.ATTEMPT, ""))
         job = msgspec.structs.replace(job, attempt=max(job.attempt, seen + 1))
-        return msgspec.structs.replace(envelope, job=job)
+        over = job.attempt == seen + 1 and given_up(newest)
+        return msgspec.structs.replace(envelope, job=job), over
 
     async def _points(self, job: Job) -> list[Point]:
         """Where an earlier attempt can be gone on from. Chunks that went to an inbox are nowhere stored."""
