@@ -54,8 +54,8 @@ SUBMITTED: Final = "Infer-Submitted"
 CONTINUES: Final = "Infer-Continues"
 """On the first chunk of a newer attempt that goes on after an older one: see `Continuation`."""
 
-LAST_ATTEMPT: Final = "Infer-Last-Attempt"
-"""On the event that the attempt before was lost and the last one, of this number, begins."""
+LAST_ATTEMPTS: Final = "Infer-Last-Attempts"
+"""Beside a job's result: how many last attempts at it began, and were not given up in good order."""
 
 REASON: Final = "Infer-Reason"
 """On dead letters: the error's code."""

@@ -139,6 +139,10 @@ class Subjects(msgspec.Struct, frozen=True):
         """The chunks of a durable job."""
         return f"{self.prefix}.stream.{escape(owner)}.{escape(job)}"
 
+    def attempts(self, owner: str, job: str) -> str:
+        """The count of last attempts at a durable job."""
+        return f"{self.prefix}.attempts.{escape(owner)}.{escape(job)}"
+
     def result(self, owner: str, job: str) -> str:
         """The final result of a durable job."""
         return f"{self.prefix}.results.{escape(owner)}.{escape(job)}"
@@ -147,7 +151,7 @@ class Subjects(msgspec.Struct, frozen=True):
         """A job that will not be tried again."""
         return f"{self.prefix}.dead.{escape(model)}.{_kind(kind)}"
 
-    def all(self, family: Literal["jobs", "stream", "results", "cancel", "alive", "dead"]) -> str:
+    def all(self, family: Literal["jobs", "stream", "results", "attempts", "cancel", "alive", "dead"]) -> str:
         """Filter: everything of one family."""
         return f"{self.prefix}.{family}.>"
 

@@ -110,9 +110,12 @@ async def test_a_live_request_whose_worker_is_killed_ends_with_an_error_that_say
     assert seen == EXPECTED[: len(seen)]
 
 
-@pytest.mark.usefixtures("impatient")
-async def test_a_slow_worker_is_not_taken_for_a_dead_one(client: Client, workers: Fleet) -> None:
-    await workers.start("both", "[[rules]]\nlength = 2\ndelay = 3\n")
+async def test_a_slow_worker_is_not_taken_for_a_dead_one(
+    client: Client, workers: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "ASK_AFTER", 0.3)
+    monkeypatch.setattr(live, "ASK_EVERY", 0.5)
+    await workers.start("both", "[[rules]]\nlength = 2\ndelay = 5\n")
     async with asyncio.timeout(30):
         answer = await client.tokens("scripted", [1, 2], max_tokens=2).answer()
     assert isinstance(answer, TokenAnswer)

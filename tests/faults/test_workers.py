@@ -19,6 +19,7 @@ from nats.js.errors import NotFoundError
 from tests.support.asking import Answer, result
 from tests.support.eventually import eventually
 from tests.support.fleet import Fleet, fleet, stop
+from workers.jobs.last import LAST_ATTEMPTS
 from workers.stack.errors import ProcessExited
 from workers.stack.server import NatsServer
 
@@ -162,7 +163,7 @@ async def test_all_jobs_in_flight_finish_on_another_worker_after_sigkill_a7(
 async def test_a_job_that_kills_every_worker_becomes_a_dead_letter_a4(nc: Client, workers: Fleet) -> None:
     killer = '[[rules]]\n[rules.fault]\ndo = "kill"\nat = 1\n'
     await submit(nc, "poison")
-    for _ in range(2):
+    for _ in range(1 + LAST_ATTEMPTS):
         worker = await workers.start("both", killer, ready=False, max_deliver=2, ack_wait=1)
         assert await worker.wait() == -signal.SIGKILL
     await workers.start("both", killer, max_deliver=2, ack_wait=1)

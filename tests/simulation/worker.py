@@ -184,14 +184,19 @@ class Worker:
         """Whatever is said of a job must be said by one who has it, as far as he can know."""
         if headers.SUBMISSION not in found:
             return
-        world, number, attempt = self.world, int(found[headers.SUBMISSION]), int(found[headers.ATTEMPT])
+        world, number = self.world, int(found[headers.SUBMISSION])
+        if headers.LAST_ATTEMPTS in found:
+            # Taken back by a worker that has lost touch; readers do not hear of it.
+            world.given_up[number] += 1
+            return
+        attempt = int(found[headers.ATTEMPT])
         delivery = HANDLED.get()
         if delivery not in self.deliveries.open or delivery.ended or delivery.out_of_touch:
             world.wrong(f"{self.name} speaks of {number}, attempt {attempt}, which it does not hold any more")
         elif world.server.deliveries[number] > delivery.attempt and delivery.epoch == self.connection.epoch:
             # A sign of life may be lost with the connection, and its sender does not know.
             world.wrong(f"{self.name} speaks of {number}, attempt {attempt}, which was delivered again")
-        if b'"retrying"' in data and headers.LAST_ATTEMPT not in found:
+        if b'"retrying"' in data:
             world.given_up[number] += 1
         deaf = world.time.now - DEAF
         if b'"seq":' in data and self.connection.undisturbed < deaf:

@@ -24,6 +24,7 @@ from workers.bus.interface import Stored
 from workers.bus.layout import DEAD, JOBS, RESULTS
 from workers.client.messages import read_result
 from workers.jobs.attempt import Work
+from workers.jobs.last import LAST_ATTEMPTS
 
 MODEL: Final = "scripted"
 OWNER: Final = "acme"
@@ -204,7 +205,7 @@ class World:
             self.wrong(f"{worker.name} begins {number} after its grace period was over")
         # Whoever gives a job up in good order has not used up an attempt, and nor has the one after it: what
         # became of that is not known. A server that has forgotten what was said has lost count.
-        allowed = self.attempts + 2 * self.given_up[number]
+        allowed = self.attempts - 1 + LAST_ATTEMPTS + 2 * self.given_up[number]
         if self.runs[number] > allowed and not self.forgetful:
             self.wrong(f"{worker.name} begins {number} for the {self.runs[number]}th time")
         if job.deadline is not None and self.time.now >= job.deadline:
@@ -259,7 +260,8 @@ class World:
             self.wrong(f"{sequence} was asked back by attempt {old} while attempt {new} had it")
         results: dict[int, list[Stored]] = {}
         for result in self.server.streams[RESULTS].messages.values():
-            results.setdefault(int(result.headers[headers.SUBMISSION]), []).append(result)
+            if headers.LAST_ATTEMPTS not in result.headers:
+                results.setdefault(int(result.headers[headers.SUBMISSION]), []).append(result)
         letters = Counter(
             int(letter.headers[headers.SUBMISSION]) for letter in self.server.streams[DEAD].messages.values()
         )

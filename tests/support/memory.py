@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import fnmatch
 from collections.abc import Mapping
 
 from schemas.errors import BusUnavailable
@@ -13,12 +12,13 @@ from workers.bus.interface import Stored
 EPOCH = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 
 STREAMS = {
-    "INFER_JOBS": "infer.jobs.*",
-    "INFER_STREAM": "infer.stream.*",
-    "INFER_RESULTS": "infer.results.*",
-    "INFER_CANCEL": "infer.cancel.*",
-    "INFER_DEAD": "infer.dead.*",
+    "INFER_JOBS": ("jobs",),
+    "INFER_STREAM": ("stream",),
+    "INFER_RESULTS": ("results", "attempts"),
+    "INFER_CANCEL": ("cancel",),
+    "INFER_DEAD": ("dead",),
 }
+"""The families of subjects in each."""
 
 
 class MemoryBroker:
@@ -86,7 +86,8 @@ class MemoryBroker:
         return [message for message in self.streams[stream] if message.subject == subject]
 
     def _stream(self, subject: str) -> str | None:
-        return next((name for name, pattern in STREAMS.items() if fnmatch.fnmatch(subject, pattern)), None)
+        family = subject.split(".")[1]
+        return next((name for name, families in STREAMS.items() if family in families), None)
 
     def _message(self, subject: str, data: bytes, headers: Mapping[str, str] | None, sequence: int) -> Stored:
         return Stored(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-import fnmatch
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -31,13 +30,14 @@ TIMEOUT: Final = 5.0
 UNWRITTEN: Final = 0.25
 """Seconds after which a server has written down what it delivered."""
 
-PATTERNS: Final = {
-    JOBS: "infer.jobs.*",
-    STREAM: "infer.stream.*",
-    RESULTS: "infer.results.*",
-    CANCEL: "infer.cancel.*",
-    DEAD: "infer.dead.*",
+FAMILIES: Final = {
+    JOBS: ("jobs",),
+    STREAM: ("stream",),
+    RESULTS: ("results", "attempts"),
+    CANCEL: ("cancel",),
+    DEAD: ("dead",),
 }
+"""Of subjects, in each stream."""
 
 
 class _Stream:
@@ -115,7 +115,7 @@ class Server:
         self.ack_wait = ack_wait
         self.window = window
         self.away = False
-        self.streams = {name: _Stream() for name in PATTERNS}
+        self.streams = {name: _Stream() for name in FAMILIES}
         self.consumers: dict[JobClass, _Consumer] = {name: _Consumer() for name in CLASSES}
         self.connections: list[Connection] = []
         self.deliveries: dict[int, int] = {}
@@ -131,7 +131,8 @@ class Server:
         Returns:
             None where another message was expected to be the subject's newest, or no stream takes it.
         """
-        name = next((name for name, pattern in PATTERNS.items() if fnmatch.fnmatch(subject, pattern)), None)
+        family = subject.split(".")[1]
+        name = next((name for name, families in FAMILIES.items() if family in families), None)
         if name is None:
             self._tell(Stored(subject=subject, data=data, headers=headers, sequence=0, time=self.time.wall()))
             return None

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from schemas import headers
-from schemas.errors import Draining, EngineFailed, InvalidRequest, PrefillUnavailable
+from schemas.errors import BusUnavailable, Draining, EngineFailed, InvalidRequest, PrefillUnavailable
 from schemas.subjects import JobKey, Subjects
 from tests.support.eventually import eventually
 from tests.support.memory import MemoryBroker, MemoryDelivery
@@ -81,7 +81,8 @@ class Bench:
 
     @property
     def results(self) -> list[Stored]:
-        return self.broker.streams["INFER_RESULTS"]
+        stored = self.broker.streams["INFER_RESULTS"]
+        return [message for message in stored if message.subject.startswith("infer.results.")]
 
     @property
     def dead(self) -> list[Stored]:
@@ -267,10 +268,11 @@ async def test_the_last_failed_attempt_becomes_a_dead_letter_a_result_and_a_term
 
 async def test_a_job_that_killed_every_worker_is_buried_without_another_try_a4() -> None:
     bench = Bench(dying, attempts=3)
-    await bench.dies(bench.job(attempt=3))
-    assert bench.runs == 1
-    assert await bench.handle(bench.job(attempt=4)) == ("term", "attempts_exhausted")
-    assert bench.runs == 1
+    for attempt in (1, 2, 3, 4):
+        await bench.dies(bench.job(attempt=attempt))
+    bench.broker.streams["INFER_STREAM"].clear()  # It forgets much sooner than a queue does.
+    assert await bench.handle(bench.job(attempt=5)) == ("term", "attempts_exhausted")
+    assert bench.runs == 4
     assert bench.dead[0].headers[headers.REASON] == "attempts_exhausted"
     assert bench.ends == ["error"]
 
@@ -308,12 +310,78 @@ async def test_last_attempts_of_jobs_whose_workers_died_are_made_one_at_a_time()
     assert bench.runs == 2
 
 
+async def test_a_job_that_waits_for_its_last_attempt_can_be_cancelled_and_expires() -> None:
+    bench = Bench(dying, attempts=3)
+    first = asyncio.create_task(bench.handle(bench.job(attempt=3, sequence=7, **{headers.JOB_ID: "j2"})))
+    await eventually(lambda: bench.runs == 1)
+    late = bench.job(attempt=3, sequence=8, **{headers.DEADLINE: "5"})
+    bench.broker.seconds = 10.0
+    assert await bench.handle(late) == ("ack", None)
+    unwanted = bench.job(attempt=3, sequence=9)
+    await bench.broker.store(SUBJECTS.cancel("acme", "j1"), b"")
+    assert await bench.handle(unwanted) == ("ack", None)
+    assert [result.headers[headers.STATUS] for result in bench.results] == ["expired", "cancelled"]
+    assert bench.runs == 1
+    first.cancel()
+    await asyncio.wait({first})
+
+
 async def test_last_attempts_of_jobs_that_failed_in_good_order_are_not_held_up() -> None:
-    bench = Bench(failing(PrefillUnavailable("none")), attempts=3)
-    for attempt in (1, 2):
-        assert (await bench.handle(bench.job(attempt=attempt)))[0] == "nak"
-    with bench.deliveries._last.alone():
-        assert await bench.handle(bench.job(attempt=3)) == ("term", "prefill_unavailable")
+    go_on = asyncio.Event()
+
+    async def slow(job: Job, reply: Reply, served: Served) -> bytes:
+        if job.attempt < 3:
+            raise PrefillUnavailable("none")
+        await go_on.wait()
+        return b"{}"
+
+    bench = Bench(slow, attempts=3)
+    names = {7: "j1", 8: "j2"}
+    for sequence, name in names.items():
+        for attempt in (1, 2):
+            failed = bench.job(attempt=attempt, sequence=sequence, **{headers.JOB_ID: name})
+            assert (await bench.handle(failed))[0] == "nak"
+    last = [
+        asyncio.create_task(bench.handle(bench.job(attempt=3, sequence=sequence, **{headers.JOB_ID: name})))
+        for sequence, name in names.items()
+    ]
+    await eventually(lambda: bench.runs == 6)
+    go_on.set()
+    assert await asyncio.gather(*last) == [("ack", None)] * 2
+
+
+async def test_nats_going_away_before_a_last_attempt_begins_costs_none() -> None:
+    bench = Bench(answer, attempts=3)
+    read = bench.broker.read
+
+    async def away(stream: str, subject: str) -> list[Stored]:
+        raise BusUnavailable("NATS is away")
+
+    for attempt in (3, 4, 5):
+        bench.broker.read = away  # type: ignore[method-assign]
+        delivery = bench.job(attempt=attempt)
+        await bench.deliveries.handle(delivery)
+        assert not delivery.ended
+    bench.broker.read = read  # type: ignore[method-assign]
+    assert await bench.handle(bench.job(attempt=6)) == ("ack", None)
+    assert bench.runs == 1
+
+
+async def test_a_last_attempt_whose_worker_lost_touch_is_not_counted() -> None:
+    held: list[MemoryDelivery] = []
+
+    async def stalled(job: Job, reply: Reply, served: Served) -> bytes:
+        held[-1].stale = job.attempt < 6
+        reply.chunk(b'{"text":"a"}')
+        return b"{}"
+
+    bench = Bench(stalled, attempts=3)
+    for attempt in (3, 4, 5):
+        held.append(bench.job(attempt=attempt))
+        await bench.deliveries.handle(held[-1])
+        assert not held[-1].ended
+    held.append(bench.job(attempt=6))
+    assert await bench.handle(held[-1]) == ("ack", None)
 
 
 async def test_a_job_whose_workers_were_stopped_again_and_again_is_no_dead_letter() -> None:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -241,6 +242,20 @@ async def test_a_busy_port_is_told_with_its_setting() -> None:
             async with serving(settings, ENGINE, role="both"):
                 pytest.fail("it served")
     check(settings)
+
+
+def test_a_folder_for_sglangs_metrics_that_is_not_there_is_told_before_the_engine_loads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "none"))
+    with pytest.raises(Unserved, match="PROMETHEUS_MULTIPROC_DIR"):
+        check(WorkerSettings(metrics_port=0))
+
+
+def test_no_answer_is_lost_for_a_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = Metrics("prefill", ENGINE)
+    monkeypatch.setattr(metrics, "_handoffs", lambda *_: 1 / 0)
+    metrics.handed_off(1.0, None, None)
 
 
 def free_port() -> int:

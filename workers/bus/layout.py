@@ -47,7 +47,8 @@ def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[st
     s = settings
     jobs = _stream(JOBS, [subjects.all("jobs")], s, s.jobs_max_bytes, s.jobs_max_age)
     chunks = _stream(STREAM, [subjects.all("stream")], s, s.stream_max_bytes, s.stream_max_age)
-    results = _stream(RESULTS, [subjects.all("results")], s, s.results_max_bytes, s.results_max_age)
+    ends = [subjects.all("results"), subjects.all("attempts")]
+    results = _stream(RESULTS, ends, s, s.results_max_bytes, s.results_max_age)
     dead = _stream(DEAD, [subjects.all("dead")], s, s.dead_max_bytes, s.dead_max_age)
     cancel = _stream(CANCEL, [subjects.all("cancel")], s, 64 * MIB, DAY)
     # Advisories are lost when nobody listens at that moment, so a stream listens (trial A6).

@@ -34,6 +34,7 @@ class Question:
     def __init__(self, bus: Bus, job: str) -> None:
         self._bus = bus
         self._subject = bus.subjects.alive(LIVE_OWNER, job)
+        self._family = f"publish {self._subject.rpartition('.')[0]}.".lower()
         self._unanswered = 0
         self._inbox = bus.inbox(self._answered)
 
@@ -43,7 +44,8 @@ class Question:
         Raises:
             WorkerLost: Nobody has answered for too long.
         """
-        if f"publish {self._subject}".lower() in self._bus.denied:
+        if any(key.startswith(self._family) for key in self._bus.denied):
+            # Whoever may not ask of one request may not ask of any.
             return
         if not self._bus.settled:
             # Nothing can be heard at the moment, which says nothing.

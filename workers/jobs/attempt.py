@@ -183,6 +183,11 @@ class Attempts:
         probe = "" if job.durable else self.probe
         return Reply(self._broker, job, served, probe=probe, probe_every=self._probe_every, lost=lost)
 
+    def expired(self, job: Job) -> bool:
+        """Whether a job's deadline has passed; its headers were read."""
+        left = self._seconds_left(job)
+        return left is not None and left <= 0
+
     def _seconds_left(self, job: Job) -> float | None:
         if job.deadline is not None:
             return (job.deadline - self._now()).total_seconds()

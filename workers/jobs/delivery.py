@@ -2,7 +2,7 @@
 
     taken      → result there already?      acknowledge, nothing else
                → handed in once more?       the result that it has already, again
-               → workers died of it?        the last attempt is made alone; after that, dead letter
+               → workers died of it?        last attempts are made alone; after those, dead letter
                → cancelled while queued?    cancelled, without touching the engine
     succeeded  → result stored once → end mark → acknowledged
     caller's fault, cancelled, expired → the same, with the error as the result
@@ -47,7 +47,7 @@ from workers.jobs.cancel import Cancels
 from workers.jobs.duplicate import origin, repeats
 from workers.jobs.history import Point, points
 from workers.jobs.job import Envelope, Job, durable
-from workers.jobs.last import LastAttempts, given_up
+from workers.jobs.last import LAST_ATTEMPTS, LastAttempts, given_up
 from workers.jobs.reply import Reply, Served, error_body, served_headers
 from workers.jobs.retry import RetryPolicy
 from workers.jobs.scope import Scope
@@ -157,26 +157,47 @@ class Deliveries:
         if previous is not None and (answer := await self._answered(job, delivery.message)) is not None:
             await self._restate(delivery, envelope, answer, expect)
             return
-        if orderly or job.attempt == 1 or not self._policy.last(job.attempt):
+        if job.attempt == 1 or not self._policy.last(job.attempt):
             await self._attempt(delivery, envelope, expect)
-        elif job.attempt > self._policy.attempts and await self._exhausted(job):
-            error = AttemptsExhausted(f"{job.attempt - 1} attempts ended without an answer")
+        elif self._policy.attempts == 1:
+            error = AttemptsExhausted("it came once more after its only attempt")
             await self._bury(delivery, self._failed(job, error), expect)
-        elif self._last.running:
+        elif orderly:
+            await self._attempt(delivery, envelope, expect)
+        else:
+            await self._attempt_alone(delivery, envelope, expect)
+
+    async def _attempt_alone(self, delivery: Delivery, envelope: Envelope, expect: int) -> None:
+        """A last attempt at a job whose workers fell silent."""
+        job = envelope.job
+        begun = await self._last.begun(job)
+        if begun >= LAST_ATTEMPTS:
+            error = AttemptsExhausted("its workers ended without an answer, the last ones alone with it")
+            await self._bury(delivery, self._failed(job, error), expect)
+        elif not self._last.running:
+            with self._last.alone():
+                await self._attempt(delivery, envelope, expect, begun=begun)
+        elif await self._over(envelope):
+            await self._attempt(delivery, envelope, expect)
+        else:
             await delivery.nak(DEFERRED)
             log.info("job.deferred", **facts(job))
             self.settled(job, "deferred", None)
-        else:
-            with self._last.alone():
-                await self._last.mark(job)
-                await self._attempt(delivery, envelope, expect)
 
-    async def _exhausted(self, job: Job) -> bool:
-        """Whether a job that came more often than it may be tried has been tried for the last time."""
-        # What may be tried once may not be tried again, whoever is to blame.
-        return self._policy.attempts == 1 or await self._last.made(job)
+    async def _over(self, envelope: Envelope) -> bool:
+        """Whether an attempt would end before it comes to an engine."""
+        try:
+            job, _ = envelope.open()
+        except CallerError:
+            return True
+        if self._attempts.expired(job):
+            return True
+        return await self._cancels.hit(Scope(job.key, submission=job.submission, stored=job.arrived))
 
-    async def _attempt(self, delivery: Delivery, envelope: Envelope, expect: int) -> None:
+    async def _attempt(
+        self, delivery: Delivery, envelope: Envelope, expect: int, *, begun: int | None = None
+    ) -> None:
+        """One attempt; a last one where `begun` says how many of those there were before."""
         job = envelope.job
         scope = Scope(job.key, submission=job.submission, stored=job.arrived)
         forget = self._attempts.scopes.add(scope)
@@ -184,9 +205,18 @@ class Deliveries:
             if await self._cancels.hit(scope):
                 cancel.end(scope)
             points = await self._points(job)
+            if begun is not None:
+                subject = self._subjects.attempts(job.owner, job.id)
+                await self._patiently(subject, lambda: self._last.count(job, begun + 1))
+                if delivery.stale:
+                    scope.end(LeaseLost("another worker may have taken the job over"))
             outcome = await self._attempts.run(envelope, scope, points=points, lost=lambda: delivery.stale)
         finally:
             forget()
+        if begun is not None and (delivery.stale or isinstance(outcome.error, LeaseLost)):
+            self._last.take_back(job, begun)
+        elif begun is not None and isinstance(outcome.error, Draining):
+            await self._last.count(job, begun)
         await self._settle(delivery, outcome, expect)
 
     async def _answered(self, job: Job, message: Stored) -> Stored | None:

@@ -1,32 +1,35 @@
-"""The last attempt at a job whose workers die: beside no other one, and with a mark that says that it began.
+"""Last attempts at jobs whose workers die: beside no other such one, and counted where they begin.
 
 A worker that is killed takes with it all that it had, and all of that comes back at one time, to one worker.
 So what had the bad luck to run beside a job that kills its workers has lost as many attempts as that one. An
-attempt without such company tells them apart. And since deliveries count that never came to an attempt, only
-the mark tells whether a job has had its last one. Readers see it as the event that the one before is over.
+attempt without such company tells them apart. And since deliveries count that never came to an attempt, those
+that began are counted: stored beside the results, which outlive the job.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 import msgspec
 
-from schemas import codec, headers
+from schemas import headers
 from schemas.answers import Retrying
-from schemas.errors import LeaseLost
 from schemas.subjects import Subjects
 from workers.bus.interface import Broker, Stored
-from workers.bus.layout import STREAM as CHUNKS
+from workers.bus.layout import RESULTS
 from workers.jobs.job import Job
+
+LAST_ATTEMPTS: Final = 2
+"""So many for a job: one may be lost to NATS being away at the wrong moment, or to another killer."""
 
 
 class LastAttempts:
     """Those of one worker.
 
     Args:
-        broker: Keeps the marks.
+        broker: Keeps the count.
         subjects: Of this bus.
 
     Attributes:
@@ -47,42 +50,40 @@ class LastAttempts:
         finally:
             self.running = False
 
-    async def mark(self, job: Job) -> None:
-        """Says that it begins; returns when that is stored.
-
-        Raises:
-            BusUnavailable: It may not be.
-        """
-        gone = LeaseLost("the worker that had the job is gone; its last attempt begins")
-        event = Retrying(job=job.id, attempt=job.attempt - 1, retrying=gone.body())
-        found = {
-            headers.SUBMISSION: str(job.submission),
-            headers.ATTEMPT: str(job.attempt - 1),
-            headers.LAST_ATTEMPT: str(job.attempt),
-        }
-        subject = self._subjects.stream(job.owner, job.id)
-        await self._broker.store(subject, codec.encode(event, job.content_type), found)
-
-    async def made(self, job: Job) -> bool:
-        """Whether it has begun, and was not given up in good order.
+    async def begun(self, job: Job) -> int:
+        """How many began and were not given up in good order.
 
         Raises:
             BusUnavailable: The server did not answer.
         """
-        begun = False
-        for message in await self._broker.read(CHUNKS, self._subjects.stream(job.owner, job.id)):
-            if message.headers.get(headers.SUBMISSION) != str(job.submission):
-                continue
-            if headers.LAST_ATTEMPT in message.headers:
-                begun = True
-            elif begun and given_up(message):
-                begun = False
-        return begun
+        newest = await self._broker.last(RESULTS, self._subject(job))
+        if newest is None or newest.headers.get(headers.SUBMISSION) != str(job.submission):
+            return 0
+        return int(newest.headers[headers.LAST_ATTEMPTS])
+
+    async def count(self, job: Job, begun: int) -> None:
+        """Stores how many began; to be awaited before the next one does.
+
+        Raises:
+            BusUnavailable: It may not be stored.
+        """
+        await self._broker.store(self._subject(job), b"", _headers(job, begun))
+
+    def take_back(self, job: Job, begun: int) -> None:
+        """As `count`, by a worker that has lost touch, so that nothing can be awaited."""
+        self._broker.send(self._subject(job), b"", _headers(job, begun))
+
+    def _subject(self, job: Job) -> str:
+        return self._subjects.attempts(job.owner, job.id)
+
+
+def _headers(job: Job, begun: int) -> dict[str, str]:
+    return {headers.SUBMISSION: str(job.submission), headers.LAST_ATTEMPTS: str(begun)}
 
 
 def given_up(message: Stored) -> bool:
-    """Whether a message in a job's stream says that its attempt is over, in that attempt's own words."""
-    if headers.LAST_ATTEMPT in message.headers or b"retrying" not in message.data:
+    """Whether a message in a job's stream says that its attempt is over, and another will follow."""
+    if b"retrying" not in message.data:
         return False
     decode = msgspec.json.decode if message.data[:1] == b"{" else msgspec.msgpack.decode
     try:

@@ -11,7 +11,7 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """How often and how soon a job is tried again.
 
     Attributes:
-        attempts: Deliveries of a job before it is dead.
+        attempts: For one job; what comes of those that its workers did not survive, see `last`.
         first: Seconds before the second attempt; a plain nak would come back within a millisecond and
             burn all attempts in one short outage.
         longest: Most seconds before any attempt.

@@ -18,12 +18,13 @@ folder, and they are served here beside ours.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, ParamSpec
 
 import structlog
 
@@ -60,6 +61,22 @@ TRANSFER_BYTES: Final = tuple(4.0**power for power in range(6, 18))
 
 class Unserved(WorkerError):
     """Metrics cannot be served as the settings say; the message names the setting."""
+
+
+P = ParamSpec("P")
+
+
+def _harmless(count: Callable[P, None]) -> Callable[P, None]:
+    """No answer is lost for a figure: what counting raises is logged."""
+
+    @functools.wraps(count)
+    def counted(*arguments: P.args, **named: P.kwargs) -> None:
+        try:
+            count(*arguments, **named)
+        except Exception:  # a supervision point: the answers of all requests pass through here
+            log.exception("metrics.not_counted")
+
+    return counted
 
 
 class Metrics:
@@ -130,6 +147,7 @@ class Metrics:
         if os.environ.get(SHARED):
             registry.register(_Shared())
 
+    @_harmless
     def ended(self, outcome: Outcome, seconds: float) -> None:
         """An attempt at a request has ended; see `Attempts.ended`."""
         job = outcome.job
@@ -142,14 +160,17 @@ class Metrics:
         if job.durable and job.attempt > 1:
             self._redeliveries(cls).inc()
 
+    @_harmless
     def refused(self, job: Job, error: InferbusError) -> None:
         """A live request found no slot."""
         self._requests(job.kind, _class(job), "error", error.code).inc()
 
+    @_harmless
     def settled(self, job: Job, outcome: Settled, error: InferbusError | None) -> None:
         """A job's delivery has come to its end; see `Deliveries.settled`."""
         self._jobs(_class(job), outcome, error.code if error else "").inc()
 
+    @_harmless
     def handed_off(self, seconds: float, code: str | None, transfer: Transfer | None) -> None:
         """A hand-off has ended on the prefill side; with an error's code where it failed."""
         status = "ok" if code is None else "error"
@@ -159,6 +180,7 @@ class Metrics:
             self._transfer_seconds().observe(transfer.seconds)
             self._transfer_bytes().observe(transfer.bytes)
 
+    @_harmless
     def turned_away(self, code: str) -> None:
         """A hand-off was not taken."""
         self._handoffs("refused", code).inc()
@@ -252,6 +274,9 @@ def check(settings: WorkerSettings) -> None:
     """
     if settings.metrics_port is None:
         return
+    shared = os.environ.get(SHARED)
+    if shared and not os.access(shared, os.W_OK | os.X_OK):
+        raise Unserved(f"--metrics-port: {SHARED} names no folder that can be written to")
     try:
         found = socket.getaddrinfo(
             settings.metrics_host, settings.metrics_port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -30,6 +30,7 @@ from workers.engine.sglang.options import Options, one_line
 log = logging.getLogger(__name__)
 
 SWITCH_SECONDS: Final = 0.0005
+"""After which a thread that waits for Python's lock gets it; 5 ms by default."""
 
 ENGINE_DIED: Final = 70
 """Exit status of a process whose engine died (`EX_SOFTWARE`)."""
