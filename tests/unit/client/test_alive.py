@@ -1,0 +1,63 @@
+"""Asking whether anybody works on a live request."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from schemas.subjects import Subjects
+from workers.bus.message import Message
+from workers.client import WorkerLost
+from workers.client.alive import QUESTIONS, Question
+
+
+class Line:
+    """A bus that nobody answers on, unless the test does."""
+
+    def __init__(self) -> None:
+        self.subjects = Subjects()
+        self.denied: set[str] = set()
+        self.settled = True
+        self.asked: list[str] = []
+
+    def inbox(self, callback: Any) -> Any:
+        self.answer = callback
+        return SimpleNamespace(subject="_INBOX.x", close=lambda: None)
+
+    def send(self, subject: str, _data: bytes, *, reply: str) -> None:
+        self.asked.append(subject)
+
+
+def asking(line: Line) -> Question:
+    return Question(line, "job")  # type: ignore[arg-type]
+
+
+def test_a_worker_is_gone_when_nobody_has_answered_for_a_while() -> None:
+    line = Line()
+    question = asking(line)
+    for _ in range(QUESTIONS):
+        question.ask()
+    with pytest.raises(WorkerLost):
+        question.ask()
+    assert line.asked == ["infer.alive.live.job"] * QUESTIONS
+
+
+def test_an_answer_and_a_connection_that_is_away_begin_the_count_anew() -> None:
+    line = Line()
+    question = asking(line)
+    for number in range(5 * QUESTIONS):
+        question.ask()
+        if number % 4 == 0:
+            line.answer(Message("_INBOX.x", b""))
+        line.settled = number % 3 != 0
+
+
+def test_who_may_not_ask_of_one_request_asks_of_none_and_raises_no_alarm() -> None:
+    line = Line()
+    line.denied.add("publish infer.alive.live.other")
+    question = asking(line)
+    for _ in range(3 * QUESTIONS):
+        question.ask()
+    assert not line.asked
