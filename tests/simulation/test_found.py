@@ -13,6 +13,10 @@ from workers.bus.delivery import ACK_TRIES, AckSubject, Heartbeats, NatsDelivery
 from workers.bus.message import Message
 
 FOUND = {
+    # It looked for cancels that it had not heard, though it had nothing left that they could aim at.
+    "a worker that drains begins nothing for a connection that comes back": Plan(
+        [Away(0.02), Drain(grace=0.0), Stall(seconds=5.0), Wait(10.0)], workers=1, buffering=False
+    ),
     # The result of the first one, stored meanwhile, kept the second one from having its own.
     "a submission has its own result though an earlier one with its id ended while it ran": Plan(
         [Submit(name="long"), Wait(21.0), Submit(name="long")]

@@ -151,6 +151,8 @@ class Worker:
             self.over = self.world.time.now
             self.attempts.scopes.end_all(Draining("this worker is shutting down"))
             await self.tasks.settled()
+        self.connection.listeners.remove(self._connection_changed)
+        await self.tasks.settled()
         with contextlib.suppress(Exception):
             await self.connection.flush()
         self.world.time.at(self.world.time.now, self._gone)

@@ -8,6 +8,7 @@ answer on its own engine, and nothing else differs.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Final
 
 import structlog
@@ -80,6 +81,7 @@ class Decode:
         self._served = Served(worker=settings.worker)
         self._tasks = Tasks()
         self._running: list[asyncio.Task[None]] = []
+        self._forget_connection: Callable[[], None] = lambda: None
         self._supply: Supply | None = None
         self._supplying: asyncio.Task[None] | None = None
         self._attempts = Attempts(
@@ -132,7 +134,7 @@ class Decode:
         self._attempts.probe = self._bus.probe_inbox(self._attempts.gone).subject
         await self._bus.subscribe(self._bus.subjects.all("cancel"), self._cancel_arrived)
         await self._bus.subscribe(self._bus.subjects.all("alive"), self._asked)
-        self._bus.on_change(self._connection_changed)
+        self._forget_connection = self._bus.on_change(self._connection_changed)
         if self._supply is not None:
             await self._supply.look()
             self._supplying = asyncio.create_task(self._supply.run())
@@ -150,6 +152,9 @@ class Decode:
             left = self._attempts.scopes.end_all(Draining("this worker is shutting down"))
             log.warning("drain.handing_back", running=left)
             await self._tasks.settled()
+        # Cancels that came by meanwhile are of no concern any more; nothing is begun for them after this.
+        self._forget_connection()
+        await self._tasks.settled()
 
     def _legs(self, registry: Registry | None, queue: JobQueue) -> RunLeg:
         signature = self._engine.info.signature
