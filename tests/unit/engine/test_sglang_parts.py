@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.metadata
 import os
 import re
@@ -25,6 +26,7 @@ from workers.engine import cpu
 from workers.engine.cpu import detect
 from workers.engine.sglang import LaunchFailed, bootstrap, options, version
 from workers.engine.sglang.checks import Bounds
+from workers.engine.sglang.loading import loading
 from workers.engine.sglang.prompts import SGLangPrompt
 from workers.engine.sglang.redact import safe, unquoted
 from workers.engine.sglang.serving import THREADS, Serving
@@ -274,3 +276,12 @@ async def test_of_prompts_that_come_at_once_the_first_are_converted_first_and_a_
     go_on.set()
     await asyncio.gather(*converted)
     assert sorted(begun) == sorted(names)
+
+
+def test_the_garbage_collector_goes_on_when_sglang_is_loaded_and_when_it_could_not_be() -> None:
+    with loading():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ImportError), loading():
+        raise ImportError
+    assert gc.isenabled()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from workers.engine.sglang import transfer
+from workers.engine.sglang.loading import loading
 
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -28,8 +29,9 @@ REPORT: Final = "INFERBUS_ENGINE_REPORT"
 def run_scheduler(*arguments: Any, **named: Any) -> None:
     """SGLang's scheduler process."""
     _prepare()
-    transfer.register(named.get("server_args", arguments[0] if arguments else None))
-    from sglang.srt.managers.scheduler import run_scheduler_process
+    with loading():
+        transfer.register(named.get("server_args", arguments[0] if arguments else None))
+        from sglang.srt.managers.scheduler import run_scheduler_process
 
     run_scheduler_process(*arguments, **named)
 
@@ -37,7 +39,8 @@ def run_scheduler(*arguments: Any, **named: Any) -> None:
 def run_detokenizer(*arguments: Any, **named: Any) -> None:
     """SGLang's detokenizer process."""
     _prepare()
-    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
+    with loading():
+        from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 
     run_detokenizer_process(*arguments, **named)
 

@@ -11,6 +11,7 @@ from workers.engine.interface import Delta, EngineInfo, EngineLoad, Leg, Prompt
 from workers.engine.sglang import bootstrap, describe, health, launch, options, version
 from workers.engine.sglang.calls import Calls
 from workers.engine.sglang.errors import LaunchFailed
+from workers.engine.sglang.loading import loading
 from workers.engine.sglang.preparing import Preparer
 from workers.engine.sglang.serving import Serving
 
@@ -57,10 +58,11 @@ class SGLangEngine:
         """
         found = version.installed()
         options.prepare_environment(transfer_timeout)
-        chosen = options.read(
-            argv, role=role, model=model, bootstrap_port=bootstrap_port, advertise_host=advertise_host
-        )
-        engine = launch.build(chosen)
+        with loading():
+            chosen = options.read(
+                argv, role=role, model=model, bootstrap_port=bootstrap_port, advertise_host=advertise_host
+            )
+            engine = launch.build(chosen)
         try:
             manager = engine.tokenizer_manager
             if chosen.bootstrap is not None:
