@@ -7,6 +7,19 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
+from tests.support import engines as shared
+from tests.support.remote_engine import RemoteEngine
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engines(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, RemoteEngine]]:
+    """Starting from the first test on, where a later one needs them: see `tests.support.engines`."""
+    started = shared.start(tmp_path_factory.mktemp("engines")) if shared.needed(request.session.items) else {}
+    yield started
+    shared.stop(started)
+
 
 @pytest.fixture(autouse=True)
 def logging_of_its_own() -> Iterator[None]:

@@ -1,22 +1,18 @@
-"""Real engines for the tests of this folder: started once, all at the same time, each in its own process."""
+"""Real engines for the tests of this folder: started with the session, see `tests.support.engines`."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from schemas.fleet import Role
+from tests.support.engines import stop
 from tests.support.remote_engine import RemoteEngine
 from workers.stack import models
 
 # Starting takes minutes where others use the machine too, and pytest counts it as the first test's time.
 START_SECONDS = 900
-
-FLAGS = ("--max-total-tokens", "8192", "--max-running-requests", "32", "--random-seed", "1")
-ROLES: dict[str, Role] = {"both": "both", "prefill": "prefill", "decode": "decode", "bare": "both"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,25 +30,14 @@ def model() -> str:
 
 
 @pytest.fixture(scope="package")
-def fleet(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, RemoteEngine]]:
-    """`both`, a pair of `prefill` and `decode`, and `bare`: one without a tokenizer.
-
-    `INFERBUS_TEST_ENGINES=FOLDER` leaves them running for the next test run, which finds them there:
-    for work on the tests themselves.
-    """
-    kept = os.environ.get("INFERBUS_TEST_ENGINES")
-    folder = Path(kept) if kept else tmp_path_factory.mktemp("engines")
-    engines: dict[str, RemoteEngine] = {}
+def fleet(engines: dict[str, RemoteEngine]) -> Iterator[dict[str, RemoteEngine]]:
+    """The engines, ready; they end with the last test of this folder."""
     try:
-        for name, role in ROLES.items():
-            more = ("--skip-tokenizer-init",) if name == "bare" else ()
-            engines[name] = RemoteEngine(role, folder / name, ["--model-path", model, *FLAGS, *more])
         for engine in engines.values():
             engine.wait_ready()
         yield engines
     finally:
-        for engine in engines.values() if not kept else ():
-            engine.stop()
+        stop(engines)
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks.handoffs import Logs, token_bytes
-from tests.engine.conftest import FLAGS, START_SECONDS
+from tests.engine.conftest import START_SECONDS
+from tests.support.engines import FLAGS
 from tests.support.prometheus import scrape
 from tests.support.remote_engine import ENVIRONMENT
 from workers.client import Client

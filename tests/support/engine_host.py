@@ -24,6 +24,7 @@ from schemas.fleet import Role
 from schemas.requests import parse
 from workers.engine.interface import Delta, Leg, Prompt
 from workers.engine.sglang import LaunchFailed, SGLangEngine, health
+from workers.stack import models
 
 
 class Channel:
@@ -164,7 +165,11 @@ async def main(role: Role, path: str, argv: list[str]) -> int:
     """Serves until it is killed."""
     try:
         engine = await SGLangEngine.launch(
-            argv, role=role, model="tiny", advertise_host="127.0.0.1", transfer_timeout=10
+            ["--model-path", str(models.ensure("tiny")), *argv],
+            role=role,
+            model="tiny",
+            advertise_host="127.0.0.1",
+            transfer_timeout=10,
         )
     except LaunchFailed as error:
         sys.stderr.write(f"LaunchFailed: {error.message}\n")

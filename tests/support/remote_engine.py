@@ -29,6 +29,9 @@ from workers.engine.interface import Delta, EngineInfo, EngineLoad, Leg
 # What a two-core machine needs for several engines at once, measured: one compute thread each.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
+LAST = ("nice", "-n", "19")
+"""It computes when nobody else does: engines start while other tests run."""
+
 
 class RemoteEngine:
     """`workers.engine.interface.Engine` in a process that this one starts.
@@ -36,7 +39,7 @@ class RemoteEngine:
     Args:
         role: The worker's.
         folder: For the socket and the log.
-        argv: SGLang's own flags.
+        argv: SGLang's own flags, without the model, which is `tiny`.
     """
 
     def __init__(self, role: Role, folder: Path, argv: Sequence[str], **environment: str) -> None:
@@ -50,14 +53,16 @@ class RemoteEngine:
             return
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "socket").unlink(missing_ok=True)
-        command = [sys.executable, "-m", "tests.support.engine_host", role, self._path, *argv]
+        host = [sys.executable, "-m", "tests.support.engine_host", role, self._path, *argv]
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
-                command,
+                [*LAST, *host],
+                stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 env=os.environ | ENVIRONMENT | environment,
-                start_new_session=True,
+                # No session of its own: Linux weighs sessions against each other, whatever their priority.
+                process_group=0,
             )
 
     def wait_ready(self, within: float = 400.0) -> None:

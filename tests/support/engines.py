@@ -1,0 +1,43 @@
+"""The engines that tests/engine shares, each in its own process, all started at the same time and early.
+
+Starting them keeps two cores busy for two minutes. Tests of other folders mostly wait meanwhile, so the
+engines start with the first test of a session, at the lowest priority, and are waited for when a test needs
+one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from schemas.fleet import Role
+from tests.support.remote_engine import RemoteEngine
+
+FLAGS = ("--max-total-tokens", "8192", "--max-running-requests", "32", "--random-seed", "1")
+ROLES: dict[str, Role] = {"both": "both", "prefill": "prefill", "decode": "decode", "bare": "both"}
+
+KEPT = os.environ.get("INFERBUS_TEST_ENGINES")
+"""A folder: they stay for the next test run, which finds them there; for work on the tests themselves."""
+
+
+def needed(items: Iterable[pytest.Item]) -> bool:
+    """Whether one of these tests uses them."""
+    return any("fleet" in getattr(item, "fixturenames", ()) for item in items)
+
+
+def start(folder: Path) -> dict[str, RemoteEngine]:
+    """`both`, a pair of `prefill` and `decode`, and `bare`: one without a tokenizer. None is waited for."""
+    folder = Path(KEPT) if KEPT else folder
+    return {
+        name: RemoteEngine(role, folder / name, [*FLAGS, *(["--skip-tokenizer-init"] * (name == "bare"))])
+        for name, role in ROLES.items()
+    }
+
+
+def stop(engines: dict[str, RemoteEngine]) -> None:
+    """Ends them, also a second time."""
+    for engine in engines.values() if not KEPT else ():
+        engine.stop()
