@@ -196,7 +196,7 @@ async def test_ctrl_c_stops_the_request(url: str, workers: tuple[NatsServer, Fle
     try:
         assert child.stdout is not None
         assert child.stderr is not None
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(30):
             assert await child.stdout.read(1)
             child.send_signal(signal.SIGINT)
             code, said = await child.wait(), await child.stderr.read()
