@@ -9,11 +9,13 @@ public API, or tells that it does not know.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from nats.aio.client import Client
+from nats.errors import StaleConnectionError
 
 
 class GuardedClient(Client):  # type: ignore[misc]  # nats-py has no types
@@ -50,9 +52,13 @@ async def write_batch(client: Any, frames: bytes) -> None:
 
     This is what `Client.publish` does after its checks, which `frames` makes better. It halves the cost of a
     small message. Waits while more than `pending_size` is queued, which is the socket's back-pressure.
+
+    Raises:
+        nats.errors.Error: The connection is gone.
     """
-    await client._send_command(frames)
-    await client._flush_pending()
+    with _lost_connection():
+        await client._send_command(frames)
+        await client._flush_pending()
 
 
 async def write_out(client: Any) -> None:
@@ -60,10 +66,23 @@ async def write_out(client: Any) -> None:
 
     A PING overtakes what is in that buffer, so that its PONG says nothing about it. Where this is not
     possible, the buffer is most probably empty when the PONG comes.
+
+    Raises:
+        nats.errors.Error: The connection is gone.
     """
     flush = getattr(client, "_flush_pending", None)
     if callable(flush):
-        await flush(force_flush=True)
+        with _lost_connection():
+            await flush(force_flush=True)
+
+
+@contextlib.contextmanager
+def _lost_connection() -> Iterator[None]:
+    """Until nats-py notices, uvloop raises RuntimeError for a closed transport, where asyncio drops data."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise StaleConnectionError from error
 
 
 def read_loop_died(client: Any) -> bool:

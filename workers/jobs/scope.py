@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 from collections.abc import Awaitable, Callable, Iterator
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from schemas.errors import DeadlineExceeded, InferbusError
 from schemas.subjects import JobKey
 
 T = TypeVar("T")
+
+TICKS: Final = 0.002
+"""Seconds by which uvloop's timers may be early: they count whole milliseconds, as their clock does."""
 
 
 class Scope:
@@ -60,7 +63,7 @@ class Scope:
                 passed = DeadlineExceeded("the deadline has passed")
                 if deadline <= 0:
                     self.end(passed)
-                timer = asyncio.get_running_loop().call_later(max(deadline, 0), self.end, passed)
+                timer = asyncio.get_running_loop().call_later(max(deadline, 0) + TICKS, self.end, passed)
             if self._reason is not None:
                 if asyncio.iscoroutine(work):
                     work.close()
