@@ -9,9 +9,8 @@ public API, or tells that it does not know.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ssl
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from nats.aio.client import Client
@@ -35,6 +34,13 @@ class GuardedClient(Client):  # type: ignore[misc]  # nats-py has no types
             return
         await super()._process_pong()
 
+    async def _flush_pending(self, force_flush: bool = False) -> Any:
+        # Until nats-py notices, uvloop raises RuntimeError for a closed transport, where asyncio drops data.
+        try:
+            return await super()._flush_pending(force_flush)
+        except RuntimeError as error:
+            raise StaleConnectionError from error
+
     async def _connect_to_server(self, s: Any) -> None:
         # A try that failed after its connection was made, by a server that says nothing for example, would
         # leave its socket to the garbage collector.
@@ -56,9 +62,8 @@ async def write_batch(client: Any, frames: bytes) -> None:
     Raises:
         nats.errors.Error: The connection is gone.
     """
-    with _lost_connection():
-        await client._send_command(frames)
-        await client._flush_pending()
+    await client._send_command(frames)
+    await client._flush_pending()
 
 
 async def write_out(client: Any) -> None:
@@ -72,17 +77,7 @@ async def write_out(client: Any) -> None:
     """
     flush = getattr(client, "_flush_pending", None)
     if callable(flush):
-        with _lost_connection():
-            await flush(force_flush=True)
-
-
-@contextlib.contextmanager
-def _lost_connection() -> Iterator[None]:
-    """Until nats-py notices, uvloop raises RuntimeError for a closed transport, where asyncio drops data."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise StaleConnectionError from error
+        await flush(force_flush=True)
 
 
 def read_loop_died(client: Any) -> bool:

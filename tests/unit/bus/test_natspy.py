@@ -6,22 +6,20 @@ from typing import Any
 
 import nats.errors
 import pytest
+from nats.aio.client import Client
 
 from workers.bus import natspy
 
 
-class Closed:
-    """A client on uvloop whose transport is closed, and which has not noticed yet."""
-
-    async def _send_command(self, frames: bytes) -> None:
-        return
-
-    async def _flush_pending(self, **_: Any) -> None:
+async def test_a_transport_that_is_closed_already_is_a_lost_connection_and_no_defect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def closed(*_: Any) -> None:
         raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
 
-
-async def test_a_transport_that_is_closed_already_is_a_lost_connection_and_no_defect() -> None:
+    monkeypatch.setattr(Client, "_flush_pending", closed)
+    client = natspy.GuardedClient()
     with pytest.raises(nats.errors.Error):
-        await natspy.write_batch(Closed(), b"PING\r\n")
+        await natspy.write_batch(client, b"PING\r\n")
     with pytest.raises(nats.errors.Error):
-        await natspy.write_out(Closed())
+        await natspy.write_out(client)
