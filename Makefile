@@ -24,7 +24,7 @@ dev:
 
 .PHONY: demo
 demo: env ## the main job on this machine: NATS, a prefill and a decode worker, three requests
-	@$(BIN)/python -m workers.stack.demo
+	@$(BIN)/python -m inferbus.workers.stack.demo
 
 .PHONY: up
 up: env ## the same stack in the foreground, until Ctrl-C

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from benchmarks import engine, machine, memory, plane, report
 from benchmarks.load import LoadFailed
-from workers.observe import logs
-from workers.stack.errors import StackError
+from inferbus.workers.observe import logs
+from inferbus.workers.stack.errors import StackError
 
 
 class Benchmark(NamedTuple):

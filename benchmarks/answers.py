@@ -19,10 +19,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-from schemas.fleet import Role
-from workers.client import Client
-from workers.stack.flags import placement
-from workers.stack.local import LocalStack
+from inferbus.schemas.fleet import Role
+from inferbus.workers.client import Client
+from inferbus.workers.stack.flags import placement
+from inferbus.workers.stack.local import LocalStack
 
 NAME: Final = "answers"
 QUESTIONS: Final = (

@@ -24,7 +24,7 @@ import msgspec
 from benchmarks.load import encode
 from benchmarks.machine import Watch
 from benchmarks.workload import Plan, Reading, Shape
-from workers.engine.sglang import options
+from inferbus.workers.engine.sglang import options
 
 HOST: Final = "127.0.0.1"
 

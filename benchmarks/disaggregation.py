@@ -33,13 +33,13 @@ from benchmarks.load import LoadFailed, Wire, encode
 from benchmarks.machine import Watch
 from benchmarks.report import Draft
 from benchmarks.traces import TRACES, Goal, Outcome, Trace, arrivals
-from schemas.fleet import Role
-from schemas.subjects import Subjects
-from workers.client import Client
-from workers.engine.sglang.options import BATCHED_COPY
-from workers.observe import logs
-from workers.stack.flags import RESERVED, RESERVED_TOKENS, TOKENS
-from workers.stack.local import LocalStack
+from inferbus.schemas.fleet import Role
+from inferbus.schemas.subjects import Subjects
+from inferbus.workers.client import Client
+from inferbus.workers.engine.sglang.options import BATCHED_COPY
+from inferbus.workers.observe import logs
+from inferbus.workers.stack.flags import RESERVED, RESERVED_TOKENS, TOKENS
+from inferbus.workers.stack.local import LocalStack
 
 MODEL: Final = "m"
 LAYOUTS: Final = ("both", "pair", "pair-pieces", "kill")

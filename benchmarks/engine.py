@@ -25,14 +25,14 @@ from benchmarks.load import LoadFailed, Wire, encode
 from benchmarks.machine import Watch
 from benchmarks.report import Aim, Report, Spread
 from benchmarks.workload import KINDS, Kind, Plan, Reading, Shape
-from schemas.fleet import Role
-from schemas.subjects import Subjects
-from workers.stack import models
-from workers.stack.errors import StackError
-from workers.stack.flags import Placement, placement
-from workers.stack.local import LocalStack
-from workers.stack.processes import spawn
-from workers.stack.server import HOST
+from inferbus.schemas.fleet import Role
+from inferbus.schemas.subjects import Subjects
+from inferbus.workers.stack import models
+from inferbus.workers.stack.errors import StackError
+from inferbus.workers.stack.flags import Placement, placement
+from inferbus.workers.stack.local import LocalStack
+from inferbus.workers.stack.processes import spawn
+from inferbus.workers.stack.server import HOST
 
 MODEL: Final = "tiny"
 WANTED_RATIO: Final = 0.97

@@ -40,11 +40,11 @@ from benchmarks.layouts import KV_TOKENS, PATIENCE, BareLayout, FleetLayout, Htt
 from benchmarks.readings import Item, shown
 from benchmarks.report import Draft
 from benchmarks.workload import Plan
-from schemas.fleet import Role
-from workers.engine.sglang.options import BATCHED_COPY
-from workers.observe import logs
-from workers.stack.flags import RESERVED, RESERVED_TOKENS, placement
-from workers.stack.mps import Mps
+from inferbus.schemas.fleet import Role
+from inferbus.workers.engine.sglang.options import BATCHED_COPY
+from inferbus.workers.observe import logs
+from inferbus.workers.stack.flags import RESERVED, RESERVED_TOKENS, placement
+from inferbus.workers.stack.mps import Mps
 
 MPS: Final = "-mps"
 PHASES: Final[dict[str, tuple[str, ...]]] = {

@@ -32,18 +32,18 @@ import msgspec
 
 from benchmarks import machine, report
 from benchmarks.bare import read_arguments
-from schemas import codec, handoff
-from schemas.answers import TokenChunk
-from schemas.fleet import Role, WorkerInfo
-from workers.bus.message import Message
-from workers.client import Client
-from workers.engine.sglang.options import BATCHED_COPY
-from workers.observe import logs
-from workers.stack.flags import placement
-from workers.stack.local import LocalStack
-from workers.stack.mps import PROGRAM as MPS
-from workers.stack.processes import Child, spawn
-from workers.stack.server import HOST
+from inferbus.schemas import codec, handoff
+from inferbus.schemas.answers import TokenChunk
+from inferbus.schemas.fleet import Role, WorkerInfo
+from inferbus.workers.bus.message import Message
+from inferbus.workers.client import Client
+from inferbus.workers.engine.sglang.options import BATCHED_COPY
+from inferbus.workers.observe import logs
+from inferbus.workers.stack.flags import placement
+from inferbus.workers.stack.local import LocalStack
+from inferbus.workers.stack.mps import PROGRAM as MPS
+from inferbus.workers.stack.processes import Child, spawn
+from inferbus.workers.stack.server import HOST
 
 MODEL: Final = "m"
 GREEDY: Final[dict[str, Any]] = {"temperature": 0, "max_tokens": 24}
@@ -218,7 +218,7 @@ class Checks:
 
     async def _up(self) -> dict[str, Any]:
         log, mark, began = self._folder / "up.log", secrets.token_hex(8), time.monotonic()
-        command = [sys.executable, "-m", "workers.cli", "up", "--mps", "--model-path", self._model]
+        command = [sys.executable, "-m", "inferbus.workers.cli", "up", "--mps", "--model-path", self._model]
         command += ["--served-model", MODEL, "--port", "0", "--directory", str(self._folder / "up")]
         child = await spawn("up", [*command, *self._flags], log=log, env={MARK: mark})
         try:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from benchmarks.report import Quantiles
-from schemas.fleet import Signature
+from inferbus.schemas.fleet import Signature
 
 TOLD: Final[dict[str, str]] = {"UCX_PROTO_INFO": "y"}
 """Has UCX say once for each kind of transfer which way it takes; NIXL's wheel brings a UCX that can."""

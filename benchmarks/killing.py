@@ -12,14 +12,14 @@ import msgspec
 
 from benchmarks.load import SILENT, Sent, Wire, encode
 from benchmarks.traces import Goal, Outcome, Trace, arrivals
-from schemas.answers import TokenChunk
-from schemas.fleet import Role
-from schemas.subjects import Subjects, escape
-from workers.bus import layout
-from workers.client import Client
-from workers.client.assembler import Restarted
-from workers.client.jobs import Job
-from workers.stack.local import LocalStack
+from inferbus.schemas.answers import TokenChunk
+from inferbus.schemas.fleet import Role
+from inferbus.schemas.subjects import Subjects, escape
+from inferbus.workers.bus import layout
+from inferbus.workers.client import Client
+from inferbus.workers.client.assembler import Restarted
+from inferbus.workers.client.jobs import Job
+from inferbus.workers.stack.local import LocalStack
 
 OWNER: Final = "bench"
 SETTINGS: Final = {"INFERBUS_ACK_WAIT": "4", "INFERBUS_ANNOUNCE_INTERVAL": "0.2"}

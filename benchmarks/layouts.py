@@ -21,14 +21,14 @@ from benchmarks.machine import Watch
 from benchmarks.readings import Item, Taken
 from benchmarks.told import MODEL, PLAN, Answer, write
 from benchmarks.workload import Plan
-from schemas.fleet import Role
-from schemas.subjects import Subjects, escape
-from workers.client import Client
-from workers.client.messages import read_result
-from workers.engine.cpu import defaults
-from workers.stack.local import LocalStack, free_ports
-from workers.stack.processes import Child, spawn
-from workers.stack.server import HOST
+from inferbus.schemas.fleet import Role
+from inferbus.schemas.subjects import Subjects, escape
+from inferbus.workers.client import Client
+from inferbus.workers.client.messages import read_result
+from inferbus.workers.engine.cpu import defaults
+from inferbus.workers.stack.local import LocalStack, free_ports
+from inferbus.workers.stack.processes import Child, spawn
+from inferbus.workers.stack.server import HOST
 
 START_SECONDS: Final = 240.0
 ITEM_SECONDS: Final = 120.0

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from schemas import headers
+from inferbus.schemas import headers
 
 SILENCE: Final = 60.0
 """Seconds without a byte after which a reading has failed."""

@@ -18,8 +18,8 @@ from typing import Final, NamedTuple, Self
 
 import msgspec
 
-from workers.stack.processes import session_members
-from workers.stack.server import find_binary
+from inferbus.workers.stack.processes import session_members
+from inferbus.workers.stack.server import find_binary
 
 TICKS: Final = os.sysconf("SC_CLK_TCK")
 KIB: Final = 1024

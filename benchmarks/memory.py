@@ -23,7 +23,7 @@ from rich.console import Console
 from benchmarks import machine, report
 from benchmarks.load import LoadFailed, encode
 from benchmarks.report import Aim, Report
-from schemas.errors import (
+from inferbus.schemas.errors import (
     Cancelled,
     EngineFailed,
     InferbusError,
@@ -31,10 +31,10 @@ from schemas.errors import (
     PrefillFailed,
     UndecodableBody,
 )
-from schemas.fleet import Role, WorkerInfo
-from schemas.subjects import Subjects
-from workers.client import Client
-from workers.stack.local import LocalStack
+from inferbus.schemas.fleet import Role, WorkerInfo
+from inferbus.schemas.subjects import Subjects
+from inferbus.workers.client import Client
+from inferbus.workers.stack.local import LocalStack
 
 MODEL: Final = "scripted"
 CONCURRENCY: Final = 32

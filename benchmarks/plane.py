@@ -22,10 +22,10 @@ from benchmarks import echo, machine, report
 from benchmarks.load import Tally, Wire, encode
 from benchmarks.machine import Watch
 from benchmarks.report import Aim, Report, Spread
-from schemas.subjects import Subjects
-from workers.client import Client
-from workers.stack.local import LocalStack
-from workers.stack.processes import spawn
+from inferbus.schemas.subjects import Subjects
+from inferbus.workers.client import Client
+from inferbus.workers.stack.local import LocalStack
+from inferbus.workers.stack.processes import spawn
 
 MODEL: Final = "scripted"
 STREAMS: Final = (1, 32, 256)

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
-from workers.stack.processes import spawn
+from inferbus.workers.stack.processes import spawn
 
 PROGRAM: Final = "py-spy"
 RATE: Final = 250

@@ -1,14 +1,14 @@
 """The wire contract of inferbus: what goes over NATS, on which subjects, under which headers.
 
 Imports nothing but msgspec, so that a client, or another service, can use it alone. Header names are in
-`schemas.headers`, limits in `schemas.limits`, content types and codecs in `schemas.codec`, prefill
-hand-offs in `schemas.handoff`; JSON Schema files of everything are in `schemas/json`.
+`headers`, limits in `limits`, content types and codecs in `codec`, prefill hand-offs in `handoff`.
+The JSON Schema files are in `json/`.
 """
 
 from __future__ import annotations
 
-from schemas import codec, handoff, headers, limits
-from schemas.answers import (
+from inferbus.schemas import codec, handoff, headers, limits
+from inferbus.schemas.answers import (
     FinishReason,
     PromptTokensDetails,
     Retrying,
@@ -21,7 +21,7 @@ from schemas.answers import (
     TopLogprob,
     Usage,
 )
-from schemas.errors import (
+from inferbus.schemas.errors import (
     AttemptsExhausted,
     BusUnavailable,
     CallerError,
@@ -53,9 +53,9 @@ from schemas.errors import (
     WorkerError,
     WrongKind,
 )
-from schemas.fleet import Bootstrap, Capacity, Load, Role, Signature, State, WorkerInfo
-from schemas.headers import Continuation, Status
-from schemas.requests import (
+from inferbus.schemas.fleet import Bootstrap, Capacity, Load, Role, Signature, State, WorkerInfo
+from inferbus.schemas.headers import Continuation, Status
+from inferbus.schemas.requests import (
     AnyRequest,
     ChatRequest,
     CompletionRequest,
@@ -65,8 +65,17 @@ from schemas.requests import (
     parse,
     read,
 )
-from schemas.sampling import Sampling
-from schemas.subjects import JobAddress, JobClass, JobKey, Kind, RequestAddress, Subjects, escape, unescape
+from inferbus.schemas.sampling import Sampling
+from inferbus.schemas.subjects import (
+    JobAddress,
+    JobClass,
+    JobKey,
+    Kind,
+    RequestAddress,
+    Subjects,
+    escape,
+    unescape,
+)
 
 __all__ = [
     "AnyRequest",

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from schemas.errors import ErrorBody
+from inferbus.schemas.errors import ErrorBody
 
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
 

@@ -7,8 +7,8 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from schemas import limits
-from schemas.errors import InvalidRequest, UndecodableBody, UnsupportedContentType
+from inferbus.schemas import limits
+from inferbus.schemas.errors import InvalidRequest, UndecodableBody, UnsupportedContentType
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""JSON Schema files of the contract, made from the structs: `python -m schemas.export [--check]`."""
+"""JSON Schema files of the contract, made from the structs: `python -m inferbus.schemas.export [--check]`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, Final, get_args
 
 import msgspec
 
-from schemas.answers import Retrying, TextAnswer, TextChunk, TokenAnswer, TokenChunk
-from schemas.errors import ErrorAnswer
-from schemas.fleet import WorkerInfo
-from schemas.handoff import FromPrefill, ToPrefill
-from schemas.requests import NESTED_SAMPLING, TYPES, AnyRequest
-from schemas.sampling import ALIASES, HIDDEN_STOPS, Sampling
+from inferbus.schemas.answers import Retrying, TextAnswer, TextChunk, TokenAnswer, TokenChunk
+from inferbus.schemas.errors import ErrorAnswer
+from inferbus.schemas.fleet import WorkerInfo
+from inferbus.schemas.handoff import FromPrefill, ToPrefill
+from inferbus.schemas.requests import NESTED_SAMPLING, TYPES, AnyRequest
+from inferbus.schemas.sampling import ALIASES, HIDDEN_STOPS, Sampling
 
 FOLDER: Final = Path(__file__).parent / "json"
 DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
@@ -63,7 +63,7 @@ def write(folder: Path = FOLDER) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m schemas.export", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m inferbus.schemas.export", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a file is not current")
     arguments = parser.parse_args(argv)
     if not arguments.check:
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     names = stale()
     for name in names:
-        sys.stderr.write(f"{FOLDER.name}/{name} is not current: run python -m schemas.export\n")
+        sys.stderr.write(f"{FOLDER.name}/{name} is not current: run python -m inferbus.schemas.export\n")
     return 1 if names else 0
 
 

@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from schemas.subjects import Kind
+from inferbus.schemas.subjects import Kind
 
 Role = Literal["prefill", "decode", "both"]
 State = Literal["starting", "ready", "draining", "failed"]

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from schemas.errors import ErrorBody
-from schemas.fleet import Signature
-from schemas.requests import TokenIds
+from inferbus.schemas.errors import ErrorBody
+from inferbus.schemas.fleet import Signature
+from inferbus.schemas.requests import TokenIds
 
 Rid = Annotated[str, Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
 """An engine's request id. SGLang aborts by prefix: a short or empty one would end others' work."""

@@ -9,8 +9,8 @@ from typing import Final, Literal
 
 import msgspec
 
-from schemas import limits
-from schemas.errors import InvalidRequest
+from inferbus.schemas import limits
+from inferbus.schemas.errors import InvalidRequest
 
 Status = Literal["ok", "error", "cancelled", "expired"]
 """How a reply subject ended."""

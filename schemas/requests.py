@@ -12,10 +12,10 @@ from typing import Annotated, Any, ClassVar, Final
 import msgspec
 from msgspec import Meta
 
-from schemas import codec, limits
-from schemas.errors import InvalidRequest, ModelNotFound, WrongKind
-from schemas.sampling import HIDDEN_STOPS, INT64, NAMES, Sampling, TokenId, collect, integral
-from schemas.subjects import Kind
+from inferbus.schemas import codec, limits
+from inferbus.schemas.errors import InvalidRequest, ModelNotFound, WrongKind
+from inferbus.schemas.sampling import HIDDEN_STOPS, INT64, NAMES, Sampling, TokenId, collect, integral
+from inferbus.schemas.subjects import Kind
 
 TokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=limits.PROMPT_TOKENS)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=limits.TOP_LOGPROBS)]

@@ -17,8 +17,8 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from schemas import codec, limits
-from schemas.errors import InvalidRequest
+from inferbus.schemas import codec, limits
+from inferbus.schemas.errors import InvalidRequest
 
 INT64: Final = range(-(2**63), 2**63)
 INT32_MAX: Final = 2**31 - 1

@@ -13,8 +13,8 @@ from typing import Final, Literal, get_args
 
 import msgspec
 
-from schemas import limits
-from schemas.errors import InvalidReplySubject, InvalidSubject
+from inferbus.schemas import limits
+from inferbus.schemas.errors import InvalidReplySubject, InvalidSubject
 
 Kind = Literal["tokens", "chat", "completions"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)

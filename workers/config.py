@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-from schemas.errors import InferbusError
-from schemas.subjects import CLASSES, Subjects
+from inferbus.schemas.errors import InferbusError
+from inferbus.schemas.subjects import CLASSES, Subjects
 
 ENVIRONMENT: Final = "INFERBUS_"
 HIDDEN: Final = "***"

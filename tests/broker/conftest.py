@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from workers.bus.connection import Bus
-from workers.bus.streams import provision
-from workers.config import BusSettings, StreamSettings
-from workers.stack.server import NatsServer
+from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.streams import provision
+from inferbus.workers.config import BusSettings, StreamSettings
+from inferbus.workers.stack.server import NatsServer
 
 Connect = Callable[..., Awaitable[Bus]]
 

@@ -13,9 +13,9 @@ from contextlib import suppress
 import pytest
 import pytest_asyncio
 
+from inferbus.workers.cli import main
+from inferbus.workers.stack.server import NatsServer
 from tests.support.fleet import Fleet, fleet
-from workers.cli import main
-from workers.stack.server import NatsServer
 
 SCRIPT = """
 tokenizer = true
@@ -189,7 +189,7 @@ async def test_another_owner_sees_none_of_it(run: Run) -> None:
 
 @pytest.mark.faults
 async def test_ctrl_c_stops_the_request(url: str, workers: tuple[NatsServer, Fleet]) -> None:
-    command = ["-m", "workers.cli", "tokens", "1", "--param", "user=endless"]
+    command = ["-m", "inferbus.workers.cli", "tokens", "1", "--param", "user=endless"]
     child = await asyncio.create_subprocess_exec(
         sys.executable, *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
@@ -209,7 +209,7 @@ async def test_ctrl_c_stops_the_request(url: str, workers: tuple[NatsServer, Fle
 
 @pytest.mark.faults
 async def test_a_reader_that_leaves_stops_the_request(url: str, workers: tuple[NatsServer, Fleet]) -> None:
-    command = f"{sys.executable} -m workers.cli tokens 1 --param user=endless | head -c 1"
+    command = f"{sys.executable} -m inferbus.workers.cli tokens 1 --param user=endless | head -c 1"
     child = await asyncio.create_subprocess_shell(
         command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from schemas import codec
-from schemas.errors import (
+from inferbus.schemas import codec
+from inferbus.schemas.errors import (
     BusUnavailable,
     Cancelled,
     ContextLengthExceeded,
@@ -19,16 +19,16 @@ from schemas.errors import (
     Overloaded,
     PayloadTooLarge,
 )
-from schemas.fleet import BUCKET, Load, WorkerInfo
+from inferbus.schemas.fleet import BUCKET, Load, WorkerInfo
+from inferbus.workers.bus import layout
+from inferbus.workers.bus.message import Message
+from inferbus.workers.bus.streams import provision
+from inferbus.workers.client import Client, Job, Restarted, TimedOut, durable, results, text
+from inferbus.workers.config import StreamSettings
+from inferbus.workers.stack.server import NatsServer
 from tests.support.answers import chat_answer
 from tests.support.eventually import eventually
 from tests.support.responder import Responder, chunks_of, read_into, responder
-from workers.bus import layout
-from workers.bus.message import Message
-from workers.bus.streams import provision
-from workers.client import Client, Job, Restarted, TimedOut, durable, results, text
-from workers.config import StreamSettings
-from workers.stack.server import NatsServer
 
 BODY = {"messages": [{"role": "user", "content": "Hi"}]}
 
@@ -103,7 +103,7 @@ async def test_submitting_an_id_again_returns_the_job_that_is_there(client: Clie
     assert (second.submission, second.duplicate) == (first.submission, True)
 
 
-async def test_a10_an_id_can_be_submitted_anew_on_purpose(client: Client) -> None:
+async def test_an_id_can_be_submitted_anew_on_purpose(client: Client) -> None:
     first = await client.submit("chat", "m", BODY, job_id="j")
     second = await client.submit("chat", "m", BODY, job_id="j", again=True)
     assert not second.duplicate
@@ -127,12 +127,12 @@ async def test_the_owner_of_live_requests_is_reserved(server: NatsServer) -> Non
         Client.connect(server.url, owner="live")
 
 
-async def test_b1_a_job_over_the_servers_limit_is_refused_at_once(client: Client) -> None:
+async def test_a_job_over_the_servers_limit_is_refused_at_once(client: Client) -> None:
     with pytest.raises(PayloadTooLarge):
         await client.submit("completions", "m", {"prompt": "x" * client.bus.max_payload})
 
 
-async def test_a20_a_full_queue_refuses_and_loses_nothing(client: Client) -> None:
+async def test_a_full_queue_refuses_and_loses_nothing(client: Client) -> None:
     config = await client.bus.js.stream_info(layout.JOBS)
     config.config.max_msgs = 2
     await client.bus.js.update_stream(config.config)
@@ -186,7 +186,7 @@ async def test_a_stream_can_be_read_from_its_beginning_after_the_end(
         assert await stream.answer() == chat_answer("The end")
 
 
-async def test_b5_a_chunk_lost_on_the_way_is_read_from_the_stored_stream(
+async def test_a_chunk_lost_on_the_way_is_read_from_the_stored_stream(
     client: Client, worker: Responder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = await client.submit("chat", "m", BODY)
@@ -200,7 +200,7 @@ async def test_b5_a_chunk_lost_on_the_way_is_read_from_the_stored_stream(
     assert got == ["", "a", "b", "c", "", ""]
 
 
-async def test_b5_a_lost_tail_is_noticed_after_a_silence(
+async def test_a_lost_tail_is_noticed_after_a_silence(
     client: Client, worker: Responder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = await client.submit("chat", "m", BODY)
@@ -212,9 +212,7 @@ async def test_b5_a_lost_tail_is_noticed_after_a_silence(
     assert await reading == chat_answer("ab")
 
 
-async def test_b5_what_the_stream_holds_no_more_comes_from_the_result(
-    client: Client, worker: Responder
-) -> None:
+async def test_what_the_stream_holds_no_more_comes_from_the_result(client: Client, worker: Responder) -> None:
     job = await client.submit("chat", "m", BODY)
     got: list[str] = []
     stream = client.stream(job)
@@ -268,7 +266,7 @@ async def test_leaving_a_stream_early_leaves_the_job_alone(client: Client, worke
     assert (await worker.cancel()).subject == f"infer.cancel.me.{other.id}"
 
 
-async def test_a10_a_cancel_names_the_submission_it_aims_at(client: Client, worker: Responder) -> None:
+async def test_a_cancel_names_the_submission_it_aims_at(client: Client, worker: Responder) -> None:
     job = await client.submit("chat", "m", BODY, job_id="j")
     await client.cancel(job)
     assert (await worker.cancel()).headers["Infer-Submission"] == str(job.submission)
@@ -346,7 +344,7 @@ async def test_workers_are_listed_and_models_with_someone_ready(client: Client) 
 
 
 @pytest.mark.faults
-async def test_b5_a_server_that_dies_and_forgets_the_stream_costs_the_reader_nothing(
+async def test_a_server_that_dies_and_forgets_the_stream_costs_the_reader_nothing(
     client: Client, worker: Responder, server: NatsServer
 ) -> None:
     """The stored stream was in the server's memory, and is gone with it; the result is on its disk."""

@@ -11,14 +11,14 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from schemas.answers import TokenAnswer, TokenChunk, Usage
-from schemas.errors import BusUnavailable, Cancelled, InvalidRequest, NoWorker, PayloadTooLarge
+from inferbus.schemas.answers import TokenAnswer, TokenChunk, Usage
+from inferbus.schemas.errors import BusUnavailable, Cancelled, InvalidRequest, NoWorker, PayloadTooLarge
+from inferbus.workers.bus.errors import NotPermitted
+from inferbus.workers.client import AnswerLost, Client, Stats, TimedOut, live, text
+from inferbus.workers.stack.server import NatsServer
 from tests.support.answers import USAGE, chat_answer
 from tests.support.eventually import eventually
 from tests.support.responder import Responder, chunks_of, read_into, responder, tokens_of
-from workers.bus.errors import NotPermitted
-from workers.client import AnswerLost, Client, Stats, TimedOut, live, text
-from workers.stack.server import NatsServer
 
 HELLO = [{"role": "user", "content": "Hi"}]
 
@@ -141,7 +141,7 @@ async def test_an_error_raises_its_class_after_what_came_before_it(client: Clien
         await stream.answer()
 
 
-async def test_b5_a_lost_chunk_is_told_at_once_and_never_a_hole(client: Client, worker: Responder) -> None:
+async def test_a_lost_chunk_is_told_at_once_and_never_a_hole(client: Client, worker: Responder) -> None:
     stream = client.chat("m", HELLO, job_id="j")
     reply = (await worker.request()).reply
     sent = chunks_of("a", "b", "c")
@@ -155,7 +155,7 @@ async def test_b5_a_lost_chunk_is_told_at_once_and_never_a_hole(client: Client, 
         await stream.answer()
 
 
-async def test_c8_leaving_the_loop_early_cancels(client: Client, worker: Responder) -> None:
+async def test_leaving_the_loop_early_cancels(client: Client, worker: Responder) -> None:
     stream = client.chat("m", HELLO, job_id="j")
     await worker.send((await worker.request()).reply, *chunks_of("a", "b"))
     async for _ in stream:
@@ -264,9 +264,7 @@ async def test_the_timeout_is_for_silence_not_for_the_whole(client: Client, work
     assert time.monotonic() - started > 1.5
 
 
-async def test_b1_a_request_over_the_servers_limit_is_refused_at_once(
-    client: Client, worker: Responder
-) -> None:
+async def test_a_request_over_the_servers_limit_is_refused_at_once(client: Client, worker: Responder) -> None:
     with pytest.raises(PayloadTooLarge):
         client.complete("m", "x" * (client.bus.max_payload + 1))
     assert len(client.bus._inboxes) == 0
@@ -309,7 +307,7 @@ async def test_without_a_server_connecting_says_so() -> None:
 
 
 @pytest.mark.faults
-async def test_b5_a_server_that_dies_in_mid_stream_never_leaves_a_hole(
+async def test_a_server_that_dies_in_mid_stream_never_leaves_a_hole(
     server: NatsServer, worker: Responder
 ) -> None:
     async with Client.connect(server.url, timeout=10) as client:

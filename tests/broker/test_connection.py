@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from schemas.errors import BusUnavailable, InvalidSubject, PayloadTooLarge
+from inferbus.schemas.errors import BusUnavailable, InvalidSubject, PayloadTooLarge
+from inferbus.workers.bus import natspy
+from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.errors import NoResponders, NotPermitted
+from inferbus.workers.bus.message import Message
+from inferbus.workers.config import BusSettings
+from inferbus.workers.stack.server import NatsServer
 from tests.broker.conftest import Connect
 from tests.support.eventually import eventually
-from workers.bus import natspy
-from workers.bus.connection import Bus
-from workers.bus.errors import NoResponders, NotPermitted
-from workers.bus.message import Message
-from workers.config import BusSettings
-from workers.stack.server import NatsServer
 
 BAD_SUBJECTS = {
     "B7-line-break": "x\r\nPUB jobs.a 0\r\n\r\n",
@@ -47,7 +47,7 @@ async def test_what_is_sent_arrives_in_order_with_headers_and_reply(bus: Bus) ->
     assert got == [Message("a.1", b"one", {"Infer-Job-Id": "j"}, "b.c"), Message("a.2", b"", {}, "")]
 
 
-async def test_b1_a_message_over_the_limit_is_refused_at_once_and_the_connection_lives(bus: Bus) -> None:
+async def test_a_message_over_the_limit_is_refused_at_once_and_the_connection_lives(bus: Bus) -> None:
     with pytest.raises(PayloadTooLarge) as refused:
         bus.send("a", b"x" * (bus.max_payload + 1))
     assert str(bus.max_payload + 1) in refused.value.message
@@ -55,7 +55,7 @@ async def test_b1_a_message_over_the_limit_is_refused_at_once_and_the_connection
     assert bus.connected
 
 
-async def test_b1_headers_count_towards_the_limit(bus: Bus) -> None:
+async def test_headers_count_towards_the_limit(bus: Bus) -> None:
     """nats-py checks the body alone; the server then ends the connection for good (facts 3)."""
     with pytest.raises(PayloadTooLarge):
         bus.send("a", b"x" * (bus.max_payload - 10), {"Infer-Job-Id": "j" * 100})
@@ -65,7 +65,7 @@ async def test_b1_headers_count_towards_the_limit(bus: Bus) -> None:
     assert bus.connected
 
 
-async def test_b1_the_largest_message_allowed_arrives(bus: Bus) -> None:
+async def test_the_largest_message_allowed_arrives(bus: Bus) -> None:
     got: list[Message] = []
     await bus.subscribe("a", got.append)
     block = len(b"NATS/1.0\r\nK: v\r\n\r\n")
@@ -96,7 +96,7 @@ async def test_nothing_is_published_to_a_subject_that_is_not_one(
     assert bus.connected
 
 
-async def test_b7_line_breaks_in_headers_cannot_start_a_command(bus: Bus) -> None:
+async def test_line_breaks_in_headers_cannot_start_a_command(bus: Bus) -> None:
     got: list[Message] = []
     await bus.subscribe("a", got.append)
     bus.send("a", b"data", {"K": "v\r\nPUB b 0\r\n\r\n"})
@@ -108,7 +108,7 @@ async def test_b7_line_breaks_in_headers_cannot_start_a_command(bus: Bus) -> Non
     assert bus.connected
 
 
-async def test_b3_a_task_that_sends_all_the_time_can_be_cancelled(bus: Bus) -> None:
+async def test_a_task_that_sends_all_the_time_can_be_cancelled(bus: Bus) -> None:
     async def stream() -> None:
         while True:
             for _ in range(100):
@@ -124,7 +124,7 @@ async def test_b3_a_task_that_sends_all_the_time_can_be_cancelled(bus: Bus) -> N
         assert task.cancelled()
 
 
-async def test_b4_a_dead_read_loop_is_noticed_and_the_connection_made_anew(connect: Connect) -> None:
+async def test_a_dead_read_loop_is_noticed_and_the_connection_made_anew(connect: Connect) -> None:
     bus = await connect(watchdog=0.5)
     got: list[Message] = []
     await bus.subscribe("a", got.append)
@@ -145,7 +145,7 @@ async def test_b4_a_dead_read_loop_is_noticed_and_the_connection_made_anew(conne
     assert bus.watchdog.interventions == 1
 
 
-async def test_b4_an_answer_to_a_flush_that_was_given_up_does_not_end_the_read_loop(bus: Bus) -> None:
+async def test_an_answer_to_a_flush_that_was_given_up_does_not_end_the_read_loop(bus: Bus) -> None:
     for _ in range(20):
         flush = asyncio.create_task(bus.nc.flush())
         await asyncio.sleep(0)
@@ -155,7 +155,7 @@ async def test_b4_an_answer_to_a_flush_that_was_given_up_does_not_end_the_read_l
     assert not natspy.read_loop_died(bus.nc)
 
 
-async def test_b4_a_callback_that_raises_is_counted_and_the_next_message_still_arrives(bus: Bus) -> None:
+async def test_a_callback_that_raises_is_counted_and_the_next_message_still_arrives(bus: Bus) -> None:
     got: list[bytes] = []
 
     def callback(message: Message) -> None:
@@ -170,7 +170,7 @@ async def test_b4_a_callback_that_raises_is_counted_and_the_next_message_still_a
     assert bus.callback_errors == 1
 
 
-async def test_b4_a_listener_that_raises_does_not_keep_the_connection_from_coming_back(
+async def test_a_listener_that_raises_does_not_keep_the_connection_from_coming_back(
     bus: Bus, server: NatsServer
 ) -> None:
     def listener(connected: bool) -> None:
@@ -183,7 +183,7 @@ async def test_b4_a_listener_that_raises_does_not_keep_the_connection_from_comin
 
 
 @pytest.mark.faults
-async def test_b6_it_reconnects_however_long_the_server_is_away(bus: Bus, server: NatsServer) -> None:
+async def test_it_reconnects_however_long_the_server_is_away(bus: Bus, server: NatsServer) -> None:
     states: list[bool] = []
     got: list[Message] = []
     bus.on_change(states.append)
@@ -221,7 +221,7 @@ async def test_a_stopped_server_is_noticed_and_used_again_when_it_goes_on(
     await bus.flush()
 
 
-async def test_b11_a_message_that_finds_nobody_is_told_by_its_subject(bus: Bus) -> None:
+async def test_a_message_that_finds_nobody_is_told_by_its_subject(bus: Bus) -> None:
     gone: list[str] = []
     probe = bus.probe_inbox(gone.append)
     await bus.subscribe("here", lambda message: None)
@@ -452,7 +452,7 @@ async def test_what_was_unsubscribed_while_the_server_restarted_does_not_come_ba
 
     subscription = await bus.subscribe("wanted", lambda _: None, queue="workers")
     monkeypatch.setattr(natspy, "end_interest", interrupted)
-    monkeypatch.setattr("workers.bus.connection.TIMEOUT", 30.0)
+    monkeypatch.setattr("inferbus.workers.bus.connection.TIMEOUT", 30.0)
     await subscription.unsubscribe()
     with pytest.raises(NoResponders):
         await bus.request("wanted")
@@ -497,7 +497,7 @@ async def test_closing_does_not_wait_for_a_server_that_is_gone(bus: Bus, server:
 
 
 @pytest.mark.faults
-async def test_b1_what_another_server_would_refuse_is_dropped_and_the_connection_lives(
+async def test_what_another_server_would_refuse_is_dropped_and_the_connection_lives(
     bus: Bus, server: NatsServer, tmp_path: Path
 ) -> None:
     """After a restart with a smaller limit, one queued message over it would close the client for good."""

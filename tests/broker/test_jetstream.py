@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from nats.js.api import StreamConfig
 
-from schemas.errors import BusUnavailable
+from inferbus.schemas.errors import BusUnavailable
+from inferbus.workers.bus import jetstream
+from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.errors import ApiError
+from inferbus.workers.config import BusSettings
+from inferbus.workers.stack.server import NatsServer
 from tests.broker.conftest import Connect
 from tests.support.eventually import eventually
-from workers.bus import jetstream
-from workers.bus.connection import Bus
-from workers.bus.errors import ApiError
-from workers.config import BusSettings
-from workers.stack.server import NatsServer
 
 
 async def make(bus: Bus, **config: object) -> None:
@@ -98,7 +98,7 @@ async def test_a_second_submission_of_one_id_returns_the_first_sequence(bus: Bus
     assert await bus.store("s.a", b"1") == 3
 
 
-async def test_a20_at_its_limit_a_stream_refuses_and_nothing_is_lost(bus: Bus) -> None:
+async def test_at_its_limit_a_stream_refuses_and_nothing_is_lost(bus: Bus) -> None:
     await make(bus, max_msgs=10, discard="new")
     for number in range(10):
         await bus.store("s.a", b"%d" % number)

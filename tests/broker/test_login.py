@@ -10,12 +10,12 @@ from pathlib import Path
 import nkeys
 import pytest
 
-from schemas.errors import BusUnavailable
+from inferbus.schemas.errors import BusUnavailable
+from inferbus.workers.bus import natspy
+from inferbus.workers.bus.connection import Bus
+from inferbus.workers.config import BusSettings
+from inferbus.workers.stack.server import NatsServer
 from tests.support.eventually import eventually
-from workers.bus import natspy
-from workers.bus.connection import Bus
-from workers.config import BusSettings
-from workers.stack.server import NatsServer
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from inferbus.workers.stack.processes import Child
+from inferbus.workers.stack.server import NatsServer
 from tests.support.eventually import eventually
 from tests.support.fleet import Fleet, fleet, stop
 from tests.support.prometheus import Scrape, scrape
-from workers.stack.processes import Child
-from workers.stack.server import NatsServer
 
 PREFILL = """
 [[rules]]

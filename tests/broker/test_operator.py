@@ -14,21 +14,21 @@ from typing import Any
 
 import pytest
 
-from schemas.errors import BusUnavailable, InvalidSubject, Overloaded
+from inferbus.schemas.errors import BusUnavailable, InvalidSubject, Overloaded
+from inferbus.workers.bus import browse, layout
+from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.jetstream import api
+from inferbus.workers.bus.pull import JobQueue
+from inferbus.workers.bus.streams import job_consumers, job_queue, provision
+from inferbus.workers.cli import main
+from inferbus.workers.client import Client
+from inferbus.workers.client.operator import Operator
+from inferbus.workers.client.records import QueuedJob
+from inferbus.workers.config import MIB, BusSettings, Settings, StreamSettings, WorkerSettings
+from inferbus.workers.stack.server import NatsServer
 from tests.broker.conftest import Connect
 from tests.support.eventually import eventually
 from tests.support.fleet import MODEL, Fleet, fleet
-from workers.bus import browse, layout
-from workers.bus.connection import Bus
-from workers.bus.jetstream import api
-from workers.bus.pull import JobQueue
-from workers.bus.streams import job_consumers, job_queue, provision
-from workers.cli import main
-from workers.client import Client
-from workers.client.operator import Operator
-from workers.client.records import QueuedJob
-from workers.config import MIB, BusSettings, Settings, StreamSettings, WorkerSettings
-from workers.stack.server import NatsServer
 
 BODY = b'{"token_ids": [1, 2]}'
 SUBJECT = "infer.jobs.m.batch.acme.tokens"
@@ -651,7 +651,7 @@ async def test_streams_are_shown_and_adopted(bus: Bus, run: Run) -> None:
     assert {each["stream"]: each["max_bytes"] for each in json.loads(out)}[layout.DEAD] == 512 * MIB
 
 
-async def test_jobs_that_no_consumer_gives_out_are_counted_a17(streams: Bus, operator: Operator) -> None:
+async def test_jobs_that_no_consumer_gives_out_are_counted(streams: Bus, operator: Operator) -> None:
     async def unclaimed() -> int:
         found = {each.stream: each for each in await operator.streams(Settings())}
         return found[layout.JOBS].unclaimed

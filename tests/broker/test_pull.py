@@ -14,17 +14,17 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from schemas.errors import BusUnavailable, Draining
+from inferbus.schemas.errors import BusUnavailable, Draining
+from inferbus.workers.bus import layout, pull
+from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.delivery import AckSubject, NatsDelivery
+from inferbus.workers.bus.jetstream import api
+from inferbus.workers.bus.pull import JobQueue
+from inferbus.workers.bus.streams import job_queue
+from inferbus.workers.config import WorkerSettings
+from inferbus.workers.stack.server import NatsServer
 from tests.broker.conftest import Connect
 from tests.support.eventually import eventually
-from workers.bus import layout, pull
-from workers.bus.connection import Bus
-from workers.bus.delivery import AckSubject, NatsDelivery
-from workers.bus.jetstream import api
-from workers.bus.pull import JobQueue
-from workers.bus.streams import job_queue
-from workers.config import WorkerSettings
-from workers.stack.server import NatsServer
 
 ACK_WAIT = 1.2
 
@@ -88,7 +88,7 @@ async def _waits(bus: Bus, job_class: str) -> bool:
     return bool((await state(bus, job_class))["num_waiting"])
 
 
-async def test_a1_a_long_job_runs_once(streams: Bus, queues: Queues) -> None:
+async def test_a_long_job_runs_once(streams: Bus, queues: Queues) -> None:
     """Three times the ack wait: heartbeats go out at a third of it or less."""
     queue, other = await queues(), await queues()
     await submit(streams, "long")
@@ -102,7 +102,7 @@ async def test_a1_a_long_job_runs_once(streams: Bus, queues: Queues) -> None:
     second.cancel()
 
 
-async def test_a2_a_job_that_waits_here_for_a_slot_is_kept_alive_too(streams: Bus, queues: Queues) -> None:
+async def test_a_job_that_waits_here_for_a_slot_is_kept_alive_too(streams: Bus, queues: Queues) -> None:
     queue = await queues()
     await submit(streams, "1")
     taking = asyncio.create_task(queue.take())
@@ -119,7 +119,7 @@ async def test_a2_a_job_that_waits_here_for_a_slot_is_kept_alive_too(streams: Bu
     await kept.ack()
 
 
-async def test_a2_nothing_is_pulled_beyond_what_is_taken(streams: Bus, queues: Queues) -> None:
+async def test_nothing_is_pulled_beyond_what_is_taken(streams: Bus, queues: Queues) -> None:
     queue = await queues()
     await submit(streams, *map(str, range(20)))
     delivery = await queue.take()
@@ -164,7 +164,7 @@ async def test_a_taker_that_gives_up_leaves_its_job_for_the_next(streams: Bus, q
         await delivery.ack()
 
 
-async def test_a5_a_delay_is_kept_and_the_next_attempt_counted(streams: Bus, queues: Queues) -> None:
+async def test_a_delay_is_kept_and_the_next_attempt_counted(streams: Bus, queues: Queues) -> None:
     queue = await queues()
     await submit(streams, "1")
     delivery = await queue.take()
@@ -179,7 +179,7 @@ async def test_a5_a_delay_is_kept_and_the_next_attempt_counted(streams: Bus, que
     await at_once.ack()
 
 
-async def test_a6_a_terminated_job_is_gone_and_its_reason_kept(streams: Bus, queues: Queues) -> None:
+async def test_a_terminated_job_is_gone_and_its_reason_kept(streams: Bus, queues: Queues) -> None:
     queue = await queues()
     await submit(streams, "1")
     delivery = await queue.take()
@@ -193,7 +193,7 @@ async def test_a6_a_terminated_job_is_gone_and_its_reason_kept(streams: Bus, que
     assert msgspec.json.decode(stored.data)["reason"] == "engine_failed: worse"
 
 
-async def test_a4_a_job_is_delivered_until_a_worker_ends_it(streams: Bus, queues: Queues) -> None:
+async def test_a_job_is_delivered_until_a_worker_ends_it(streams: Bus, queues: Queues) -> None:
     """At a bound of its own the server would keep the job and show it to nobody: workers bound attempts."""
     queue = await queues(max_deliver=3)
     await submit(streams, "poison")
@@ -206,7 +206,7 @@ async def test_a4_a_job_is_delivered_until_a_worker_ends_it(streams: Bus, queues
 
 
 @pytest.mark.parametrize("weights", [{"interactive": 4, "batch": 1}, {"interactive": 1, "batch": 1}])
-async def test_a11_classes_share_by_weight_and_none_starves(
+async def test_classes_share_by_weight_and_none_starves(
     streams: Bus, queues: Queues, weights: dict[str, int]
 ) -> None:
     queue = await queues(classes=weights)
@@ -223,7 +223,7 @@ async def test_a11_classes_share_by_weight_and_none_starves(
     assert longest <= total + 1
 
 
-async def test_a11_a_class_that_was_alone_for_long_is_not_shut_out(streams: Bus, queues: Queues) -> None:
+async def test_a_class_that_was_alone_for_long_is_not_shut_out(streams: Bus, queues: Queues) -> None:
     queue = await queues()
     await submit(streams, *map(str, range(40)))
     for _ in range(30):
@@ -239,7 +239,7 @@ async def test_a11_a_class_that_was_alone_for_long_is_not_shut_out(streams: Bus,
 
 
 @pytest.mark.faults
-async def test_a14_after_a_crash_of_the_server_a_waiting_taker_gets_the_next_job_within_5_s(
+async def test_after_a_crash_of_the_server_a_waiting_taker_gets_the_next_job_within_5_s(
     streams: Bus, queues: Queues, server: NatsServer
 ) -> None:
     queue = await queues()
@@ -255,7 +255,7 @@ async def test_a14_after_a_crash_of_the_server_a_waiting_taker_gets_the_next_job
 
 
 @pytest.mark.faults
-async def test_a14_a_server_that_stopped_for_a_while_does_not_leave_the_queue_stuck(
+async def test_a_server_that_stopped_for_a_while_does_not_leave_the_queue_stuck(
     streams: Bus, queues: Queues, server: NatsServer
 ) -> None:
     """Requests and their ends are lost or late, and the connection may or may not survive."""
@@ -305,7 +305,7 @@ async def test_killed_and_restarted_over_and_over_every_job_is_delivered(
 
 
 @pytest.mark.faults
-async def test_a15_without_jetstream_it_asks_ever_less_often_and_says_so_once(
+async def test_without_jetstream_it_asks_ever_less_often_and_says_so_once(
     streams: Bus, queues: Queues, server: NatsServer, connect: Connect
 ) -> None:
     queue = await queues()
@@ -441,8 +441,8 @@ async def test_a_delivery_that_its_owner_dropped_comes_back(streams: Bus, queues
 async def test_an_acknowledgement_that_nobody_confirms_is_told(
     streams: Bus, queues: Queues, server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.bus.delivery.ACK_TIMEOUT", 0.1)
-    monkeypatch.setattr("workers.bus.delivery.FORGOTTEN", 0.0)
+    monkeypatch.setattr("inferbus.workers.bus.delivery.ACK_TIMEOUT", 0.1)
+    monkeypatch.setattr("inferbus.workers.bus.delivery.FORGOTTEN", 0.0)
     queue = await queues()
     await submit(streams, "1")
     delivery = await queue.take()
@@ -468,7 +468,7 @@ async def test_a_job_taken_a_moment_before_the_server_died_is_left_to_whom_it_is
     await submit(streams, "1", "2")
     with monkeypatch.context() as patched:
         long_ago = time.monotonic() - 2
-        patched.setattr("workers.bus.delivery.time.monotonic", lambda: long_ago)
+        patched.setattr("inferbus.workers.bus.delivery.time.monotonic", lambda: long_ago)
         earlier = await queue.take()
     just_now = await queue.take()
     await server.kill()

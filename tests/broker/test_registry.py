@@ -10,16 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from schemas import fleet
-from schemas.fleet import Load, WorkerInfo
+from inferbus.schemas import fleet
+from inferbus.schemas.fleet import Load, WorkerInfo
+from inferbus.workers.bus import layout
+from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.errors import ApiError
+from inferbus.workers.bus.registry import Registry, Roster
+from inferbus.workers.config import WorkerSettings
+from inferbus.workers.stack.server import NatsServer
 from tests.broker.conftest import Connect
 from tests.support.eventually import eventually
-from workers.bus import layout
-from workers.bus.connection import Bus
-from workers.bus.errors import ApiError
-from workers.bus.registry import Registry, Roster
-from workers.config import WorkerSettings
-from workers.stack.server import NatsServer
 
 
 def info(worker: str = "w1", **fields: Any) -> WorkerInfo:
@@ -139,8 +139,8 @@ async def test_a_worker_that_was_dropped_is_back_with_its_next_announcement(stre
 async def test_the_bucket_forgets_a_worker_that_falls_silent(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from workers.bus.streams import provision
-    from workers.config import StreamSettings
+    from inferbus.workers.bus.streams import provision
+    from inferbus.workers.config import StreamSettings
 
     monkeypatch.setattr(layout, "ANNOUNCE_TTL", 1.0)
     await provision(bus, StreamSettings())

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.message import Message
+from inferbus.workers.bus.services import Endpoint, Service
 from tests.broker.conftest import Connect
 from tests.support.eventually import eventually
-from workers.bus.connection import Bus
-from workers.bus.message import Message
-from workers.bus.services import Endpoint, Service
 
 STARTED = dt.datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=dt.UTC)
 METADATA = {"model": "m", "role": "decode", "slots": "8"}
@@ -135,7 +135,7 @@ async def test_a_worker_that_left_answers_no_more(bus: Bus, connect: Connect) ->
 
 
 @pytest.mark.parametrize("reply", ["$JS.API.STREAM.DELETE.INFER_JOBS", "infer.jobs.m.batch.o.chat", "other"])
-async def test_b8_nobody_can_make_a_worker_publish_elsewhere(
+async def test_nobody_can_make_a_worker_publish_elsewhere(
     service: Service, bus: Bus, connect: Connect, reply: str
 ) -> None:
     got: list[Message] = []

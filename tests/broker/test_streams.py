@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from schemas.errors import BusUnavailable
-from schemas.subjects import Subjects
+from inferbus.schemas.errors import BusUnavailable
+from inferbus.schemas.subjects import Subjects
+from inferbus.workers.bus import layout
+from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.errors import ApiError, NotPermitted, ProvisionError
+from inferbus.workers.bus.jetstream import api
+from inferbus.workers.bus.streams import job_consumers, job_queue, provision
+from inferbus.workers.config import MIB, BusSettings, StreamSettings, WorkerSettings
+from inferbus.workers.stack.server import NatsServer
 from tests.broker.conftest import Connect
 from tests.support.eventually import eventually
-from workers.bus import layout
-from workers.bus.connection import Bus
-from workers.bus.errors import ApiError, NotPermitted, ProvisionError
-from workers.bus.jetstream import api
-from workers.bus.streams import job_consumers, job_queue, provision
-from workers.config import MIB, BusSettings, StreamSettings, WorkerSettings
-from workers.stack.server import NatsServer
 
 
 async def config(bus: Bus, stream: str) -> dict[str, Any]:
@@ -104,7 +104,7 @@ async def test_adopting_raises_what_is_weaker_and_lowers_nothing(streams: Bus) -
         ({"allow_direct": False}, "allow_direct is off, wanted on"),
     ],
 )
-async def test_a20_a_stream_of_somebody_else_is_not_taken_over(
+async def test_a_stream_of_somebody_else_is_not_taken_over(
     bus: Bus, there: dict[str, Any], message: str
 ) -> None:
     """`discard: old`, the server's default, would drop the oldest jobs without a word."""

@@ -14,9 +14,9 @@ import pytest_asyncio
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from inferbus.workers.stack.server import NatsServer
 from tests.support.eventually import eventually
 from tests.support.fleet import Fleet, fleet
-from workers.stack.server import NatsServer
 
 CHAT = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
 PARIS = 'tokenizer = true\n[[rules]]\ntext = "The capital of France is Paris."\ncached_tokens = 5\n'
@@ -136,7 +136,7 @@ async def test_completions_answer_a_text_prompt(nc: Client) -> None:
     assert read(answer)["choices"][0]["text"] == "The"
 
 
-async def test_three_choices_are_three_choices_e1_e5(nc: Client) -> None:
+async def test_three_choices_are_three_choices(nc: Client) -> None:
     *chunks, _ = await ask(nc, f"{REQUEST}.chat", CHAT | {"n": 3, "max_tokens": 2, "stream": True})
     choices = [choice for chunk in chunks for choice in read(chunk)["choices"]]
     finished = [choice["index"] for choice in choices if choice["finish_reason"]]
@@ -207,7 +207,7 @@ async def test_an_unknown_model_has_no_responders(nc: Client) -> None:
 @pytest.mark.parametrize(
     "reply", ["$JS.API.STREAM.DELETE.INFER_JOBS", "infer.jobs.scripted.batch.x.chat", "other"]
 )
-async def test_a_live_request_cannot_make_a_worker_publish_elsewhere_b8(
+async def test_a_live_request_cannot_make_a_worker_publish_elsewhere(
     nc: Client, workers: tuple[NatsServer, Fleet], reply: str
 ) -> None:
     heard: list[str] = []

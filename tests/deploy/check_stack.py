@@ -25,7 +25,7 @@ from typing import Any
 import nats
 from nats.aio.client import Client as Connection
 
-from workers.client import Client
+from inferbus.workers.client import Client
 
 ROOT = Path(__file__).parents[2]
 PROJECT = "inferbus-check"

@@ -17,10 +17,10 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from workers.cli.fleet import health
-from workers.cli.serve import worker
-from workers.config import WorkerSettings, options
-from workers.stack.server import find_binary
+from inferbus.workers.cli.fleet import health
+from inferbus.workers.cli.serve import worker
+from inferbus.workers.config import WorkerSettings, options
+from inferbus.workers.stack.server import find_binary
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "compose.yaml"

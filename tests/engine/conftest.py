@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from inferbus.workers.stack import models
 from tests.support.engines import stop
 from tests.support.remote_engine import RemoteEngine
-from workers.stack import models
 
 # Starting takes minutes where others use the machine too, and pytest counts it as the first test's time.
 START_SECONDS = 900

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from workers.engine.cpu import hooks
+from inferbus.workers.engine.cpu import hooks
 
 nixl = pytest.importorskip("nixl._api", reason="NIXL is not installed")
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from benchmarks.handoffs import Logs, token_bytes
+from inferbus.workers.client import Client
+from inferbus.workers.stack.local import LocalStack
 from tests.engine.conftest import START_SECONDS
 from tests.support.engines import FLAGS
 from tests.support.prometheus import scrape
 from tests.support.remote_engine import ENVIRONMENT
-from workers.client import Client
-from workers.stack.local import LocalStack
 
 PROMPT = list(range(100, 175))
 PORTS = {"INFERBUS_METRICS_PORT": "0", "INFERBUS_METRICS_HOST": "127.0.0.1"}

@@ -14,14 +14,14 @@ import msgspec
 import pytest
 
 from benchmarks.handoffs import token_bytes
-from schemas.errors import Cancelled, InferbusError, NotSupported, TransferFailed
-from schemas.fleet import Bootstrap
-from schemas.requests import parse
-from schemas.subjects import Kind
+from inferbus.schemas.errors import Cancelled, InferbusError, NotSupported, TransferFailed
+from inferbus.schemas.fleet import Bootstrap
+from inferbus.schemas.requests import parse
+from inferbus.schemas.subjects import Kind
+from inferbus.workers.engine.interface import Delta, Leg, Prompt, Rendezvous
 from tests.support.engine_suite import ids, rid
 from tests.support.eventually import eventually
 from tests.support.remote_engine import RemoteEngine
-from workers.engine.interface import Delta, Leg, Prompt, Rendezvous
 
 BODIES: dict[Kind, dict[str, Any]] = {
     "tokens": {"token_ids": list(range(100, 140))},
@@ -132,7 +132,7 @@ async def test_the_answer_of_the_pair_is_the_answer_of_one_engine(
     assert told[0]
 
 
-async def test_two_choices_through_the_pair_have_rooms_and_seeds_of_their_own_c1(
+async def test_two_choices_through_the_pair_have_rooms_and_seeds_of_their_own(
     prefill: RemoteEngine, decode: RemoteEngine
 ) -> None:
     body = {"token_ids": list(range(50, 70)), "n": 2, "max_tokens": 8, "seed": 3, "ignore_eos": True}
@@ -187,7 +187,7 @@ async def test_one_token_through_the_pair_is_an_answer(prefill: RemoteEngine, de
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2])
-async def test_a_json_answer_cut_short_ends_as_length_c15(
+async def test_a_json_answer_cut_short_ends_as_length(
     prefill: RemoteEngine, decode: RemoteEngine, max_tokens: int
 ) -> None:
     body = BODIES["chat"] | {"response_format": {"type": "json_object"}, "max_tokens": max_tokens}
@@ -219,7 +219,7 @@ async def test_log_probabilities_come_for_every_token_of_the_pair(
     ]
 
 
-async def test_a_prefill_that_nobody_fetches_ends_by_its_abort_alone_c3(prefill: RemoteEngine) -> None:
+async def test_a_prefill_that_nobody_fetches_ends_by_its_abort_alone(prefill: RemoteEngine) -> None:
     leg = meeting(prefill, Leg(rid=rid(), index=0, token_ids=[5] * 600, sampling={"max_new_tokens": 8}))
     running = asyncio.ensure_future(collected(prefill.generate(leg)))
     done, _ = await asyncio.wait((running,), timeout=1.0)
@@ -230,7 +230,7 @@ async def test_a_prefill_that_nobody_fetches_ends_by_its_abort_alone_c3(prefill:
     await idle(prefill)
 
 
-async def test_a_decode_without_its_prefill_ends_by_its_abort_before_the_first_token_c3(
+async def test_a_decode_without_its_prefill_ends_by_its_abort_before_the_first_token(
     prefill: RemoteEngine, decode: RemoteEngine
 ) -> None:
     leg = meeting(prefill, Leg(rid=rid(), index=0, token_ids=[5] * 60, sampling={"max_new_tokens": 8}))
@@ -242,7 +242,7 @@ async def test_a_decode_without_its_prefill_ends_by_its_abort_before_the_first_t
     await idle(decode)
 
 
-async def test_a_closed_decode_leg_frees_both_engines_c8(prefill: RemoteEngine, decode: RemoteEngine) -> None:
+async def test_a_closed_decode_leg_frees_both_engines(prefill: RemoteEngine, decode: RemoteEngine) -> None:
     leg = meeting(
         prefill,
         Leg(rid=rid(), index=0, token_ids=[9] * 40, sampling={"max_new_tokens": 2000, "ignore_eos": True}),
@@ -256,7 +256,7 @@ async def test_a_closed_decode_leg_frees_both_engines_c8(prefill: RemoteEngine, 
     await idle(decode)
 
 
-async def test_a_decode_whose_prefill_never_comes_fails_as_a_transfer_c4(
+async def test_a_decode_whose_prefill_never_comes_fails_as_a_transfer(
     prefill: RemoteEngine, decode: RemoteEngine
 ) -> None:
     # Nothing listens there, as after the loss of a prefill worker.
@@ -267,7 +267,7 @@ async def test_a_decode_whose_prefill_never_comes_fails_as_a_transfer_c4(
     await idle(decode)
 
 
-async def test_aborting_one_leg_of_the_pair_leaves_a_neighbour_alone_c2(
+async def test_aborting_one_leg_of_the_pair_leaves_a_neighbour_alone(
     prefill: RemoteEngine, decode: RemoteEngine
 ) -> None:
     stem = rid()[:-1]

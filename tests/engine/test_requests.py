@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from schemas.errors import CallerError, ContextLengthExceeded, InvalidRequest, NotSupported
-from schemas.requests import parse
-from schemas.subjects import Kind
+from inferbus.schemas.errors import CallerError, ContextLengthExceeded, InvalidRequest, NotSupported
+from inferbus.schemas.requests import parse
+from inferbus.schemas.subjects import Kind
+from inferbus.workers.engine.interface import Leg, Prompt
 from tests.support.engine_suite import ids, rid
 from tests.support.remote_engine import RemoteEngine
-from workers.engine.interface import Leg, Prompt
 
 USER = {"role": "user", "content": "Hello there"}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"at": "x"}'}}
@@ -38,7 +38,7 @@ async def answers(engine: RemoteEngine) -> bool:
 
 @pytest.mark.parametrize("kind", ["tokens", "chat", "completions"])
 @pytest.mark.parametrize("fields", [{}, {"max_tokens": None}], ids=["absent", "null"])
-async def test_without_max_tokens_an_answer_may_fill_the_context_f5(
+async def test_without_max_tokens_an_answer_may_fill_the_context(
     engine: RemoteEngine, kind: Kind, fields: dict[str, Any]
 ) -> None:
     bodies: dict[Kind, dict[str, Any]] = {
@@ -53,7 +53,7 @@ async def test_without_max_tokens_an_answer_may_fill_the_context_f5(
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "x"])
-async def test_max_tokens_that_are_no_count_are_refused_f5(engine: RemoteEngine, value: Any) -> None:
+async def test_max_tokens_that_are_no_count_are_refused(engine: RemoteEngine, value: Any) -> None:
     with pytest.raises(InvalidRequest):
         await chat(engine, USER, max_tokens=value)
 
@@ -86,7 +86,7 @@ async def test_the_longest_prompt_that_is_taken_is_one_that_the_engine_takes(eng
 
 
 @pytest.mark.parametrize("temperature", [0, 1e-9])
-async def test_temperatures_of_nothing_are_greedy_f6(engine: RemoteEngine, temperature: float) -> None:
+async def test_temperatures_of_nothing_are_greedy(engine: RemoteEngine, temperature: float) -> None:
     body = {"token_ids": [5, 6, 7], "temperature": temperature, "max_tokens": 6, "ignore_eos": True}
     prompt = await engine.prepare(parse("tokens", body))
     runs = [[d async for d in engine.generate(prompt.leg(0, rid=rid()))] for _ in range(2)]
@@ -116,7 +116,7 @@ async def test_temperatures_of_nothing_are_greedy_f6(engine: RemoteEngine, tempe
     ],
     ids=str,
 )
-async def test_parameters_out_of_range_are_refused_before_the_engine_f1_f2_f6(
+async def test_parameters_out_of_range_are_refused_before_the_engine(
     engine: RemoteEngine, kind: Kind, fields: dict[str, Any]
 ) -> None:
     bodies: dict[Kind, dict[str, Any]] = {
@@ -135,11 +135,11 @@ async def test_a_long_prompt_is_tokenised_as_a_short_one_is(engine: RemoteEngine
     assert whole.token_ids[: len(half.token_ids) - 2] == half.token_ids[:-2]
 
 
-async def test_an_empty_assistant_message_is_taken_f13(engine: RemoteEngine) -> None:
+async def test_an_empty_assistant_message_is_taken(engine: RemoteEngine) -> None:
     assert (await chat(engine, USER, {"role": "assistant", "content": ""}, USER)).token_ids
 
 
-async def test_a_tool_call_without_content_is_taken_f14(engine: RemoteEngine) -> None:
+async def test_a_tool_call_without_content_is_taken(engine: RemoteEngine) -> None:
     messages = (
         USER,
         {"role": "assistant", "tool_calls": [CALL]},
@@ -148,7 +148,7 @@ async def test_a_tool_call_without_content_is_taken_f14(engine: RemoteEngine) ->
     assert (await chat(engine, *messages, tools=[TOOL])).token_ids
 
 
-async def test_text_parts_mean_the_same_as_a_string_f15(engine: RemoteEngine) -> None:
+async def test_text_parts_mean_the_same_as_a_string(engine: RemoteEngine) -> None:
     parts = {"role": "user", "content": [{"type": "text", "text": USER["content"]}]}
     assert (await chat(engine, parts)).token_ids == (await chat(engine, USER)).token_ids
 
@@ -156,9 +156,7 @@ async def test_text_parts_mean_the_same_as_a_string_f15(engine: RemoteEngine) ->
 @pytest.mark.parametrize(
     "messages", [[], [{}], [{"role": "user"}], [{"role": "nobody", "content": "x"}]], ids=str
 )
-async def test_messages_that_say_nothing_are_refused_f16_f23(
-    engine: RemoteEngine, messages: list[Any]
-) -> None:
+async def test_messages_that_say_nothing_are_refused(engine: RemoteEngine, messages: list[Any]) -> None:
     with pytest.raises(CallerError) as caught:
         await chat(engine, *messages)
     assert (caught.value.param or "").startswith("messages")
@@ -181,7 +179,7 @@ async def test_messages_that_say_nothing_are_refused_f16_f23(
     ],
     ids=str,
 )
-async def test_what_the_conversion_refuses_is_the_callers_fault_and_is_not_quoted_f18(
+async def test_what_the_conversion_refuses_is_the_callers_fault_and_is_not_quoted(
     engine: RemoteEngine, fields: dict[str, Any]
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:

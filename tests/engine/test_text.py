@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from schemas.requests import parse
+from inferbus.schemas.requests import parse
+from inferbus.workers.engine.interface import Delta
 from tests.support.engine_suite import ids, rid
 from tests.support.remote_engine import RemoteEngine
-from workers.engine.interface import Delta
 
 SCRIPTS = "ď🏳️‍🌈世 é漢字 😀"
 
@@ -39,19 +39,19 @@ def text(deltas: list[Delta]) -> str:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_characters_of_many_tokens_come_whole_d1(engine: RemoteEngine, seed: int) -> None:
+async def test_characters_of_many_tokens_come_whole(engine: RemoteEngine, seed: int) -> None:
     deltas = await said(engine, SCRIPTS, seed=seed)
     assert text(deltas) == SCRIPTS
     assert not any("�" in delta.text for delta in deltas)
     assert len(ids(deltas)) > len(SCRIPTS)
 
 
-async def test_a_replacement_character_that_the_model_means_comes_through_d3(engine: RemoteEngine) -> None:
+async def test_a_replacement_character_that_the_model_means_comes_through(engine: RemoteEngine) -> None:
     assert text(await said(engine, "prefix � after")) == "prefix � after"
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 9))
-async def test_a_stream_cut_inside_a_character_ends_as_the_whole_answer_does_d5(
+async def test_a_stream_cut_inside_a_character_ends_as_the_whole_answer_does(
     engine: RemoteEngine, max_tokens: int
 ) -> None:
     body = {"prompt": "x", "regex": "😀🏳️‍🌈世", "max_tokens": max_tokens, "temperature": 0}
@@ -72,7 +72,7 @@ async def test_a_stream_cut_inside_a_character_ends_as_the_whole_answer_does_d5(
 
 @pytest.mark.parametrize("stop", ["DEFGHIJ", "EFG", "P", "ABCD"])
 @pytest.mark.parametrize("seed", range(3))
-async def test_nothing_of_a_stop_string_is_sent_d6(engine: RemoteEngine, stop: str, seed: int) -> None:
+async def test_nothing_of_a_stop_string_is_sent(engine: RemoteEngine, stop: str, seed: int) -> None:
     alphabet = "ABCDEFGHIJKLMNOP"
     deltas = await said(engine, alphabet, stop=stop, seed=seed)
     assert text(deltas) == alphabet.partition(stop)[0]
@@ -81,7 +81,7 @@ async def test_nothing_of_a_stop_string_is_sent_d6(engine: RemoteEngine, stop: s
 
 
 @pytest.mark.parametrize("stop", ["DEFGHIJ", "MNOP"])
-async def test_a_stop_string_said_letter_by_letter_is_seen_d6(
+async def test_a_stop_string_said_letter_by_letter_is_seen(
     engine: RemoteEngine, vocabulary: dict[str, int], stop: str
 ) -> None:
     """SGLang looks at as many tokens as the string has when it is tokenised as a whole, and misses it."""
@@ -95,7 +95,7 @@ async def test_a_stop_string_said_letter_by_letter_is_seen_d6(
     assert len(ids(deltas)) >= alphabet.index(stop) + len(stop)
 
 
-async def test_a_stop_string_that_is_asked_for_is_kept_in_both_ways_d10(engine: RemoteEngine) -> None:
+async def test_a_stop_string_that_is_asked_for_is_kept_in_both_ways(engine: RemoteEngine) -> None:
     body = {
         "prompt": "x",
         "regex": "ABCDEFGHIJKLMNOP",

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from schemas.errors import NotSupported
-from schemas.requests import parse
-from schemas.subjects import Kind
+from inferbus.schemas.errors import NotSupported
+from inferbus.schemas.requests import parse
+from inferbus.schemas.subjects import Kind
+from inferbus.workers.engine.sglang.launch import ENGINE_DIED
 from tests.support.engine_suite import answered, ids, leg_of
 from tests.support.eventually import eventually
 from tests.support.remote_engine import RemoteEngine
-from workers.engine.sglang.launch import ENGINE_DIED
 
 
 async def test_it_serves_tokens_alone(tokens_only: RemoteEngine) -> None:
@@ -49,7 +49,7 @@ async def test_it_gives_log_probabilities(tokens_only: RemoteEngine) -> None:
     ],
     ids=str,
 )
-async def test_what_needs_a_tokenizer_is_refused_and_never_ignored_d9(
+async def test_what_needs_a_tokenizer_is_refused_and_never_ignored(
     tokens_only: RemoteEngine, fields: dict[str, Any]
 ) -> None:
     with pytest.raises(NotSupported) as caught:

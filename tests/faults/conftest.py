@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from inferbus.workers.client import Client
+from inferbus.workers.stack.server import NatsServer
 from tests.support.fleet import Fleet, fleet
-from workers.client import Client
-from workers.stack.server import NatsServer
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from schemas.answers import TokenAnswer, TokenChunk
+from inferbus.schemas.answers import TokenAnswer, TokenChunk
+from inferbus.workers.bus import layout
+from inferbus.workers.client import Client, JobStream, Restarted, WorkerLost, live, text
+from inferbus.workers.stack.server import NatsServer
 from tests.support.eventually import eventually
 from tests.support.fleet import Fleet
-from workers.bus import layout
-from workers.client import Client, JobStream, Restarted, WorkerLost, live, text
-from workers.stack.server import NatsServer
 
 pytestmark = pytest.mark.faults
 

@@ -22,18 +22,18 @@ import pytest_asyncio
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from schemas import codec, handoff
-from schemas.fleet import Bootstrap, WorkerInfo
-from schemas.subjects import Kind
+from inferbus.schemas import codec, handoff
+from inferbus.schemas.fleet import Bootstrap, WorkerInfo
+from inferbus.schemas.subjects import Kind
+from inferbus.workers.bus.registry import DELETE, OPERATION, Registry, key
+from inferbus.workers.engine.sglang.launch import ENGINE_DIED
+from inferbus.workers.pairing.picker import Picker
+from inferbus.workers.stack import models
+from inferbus.workers.stack.processes import Child, session_members
+from inferbus.workers.stack.server import NatsServer
 from tests.support.asking import Answer, result
 from tests.support.engine_fleet import EngineFleet, engine_fleet, freeze, kill, scheduler, thaw
 from tests.support.eventually import eventually
-from workers.bus.registry import DELETE, OPERATION, Registry, key
-from workers.engine.sglang.launch import ENGINE_DIED
-from workers.pairing.picker import Picker
-from workers.stack import models
-from workers.stack.processes import Child, session_members
-from workers.stack.server import NatsServer
 
 # Starting an engine counts as part of the test that needs it, and others use the machine too.
 pytestmark = [
@@ -126,7 +126,7 @@ async def handed_off(stack: EngineFleet, prefill: Child, count: int) -> None:
     await eventually(lambda: stack.load(prefill).busy == count, what="all hand-offs are taken")
 
 
-async def test_a_cancel_while_the_cache_is_awaited_stops_both_legs_c3(nc: Client, stack: EngineFleet) -> None:
+async def test_a_cancel_while_the_cache_is_awaited_stops_both_legs(nc: Client, stack: EngineFleet) -> None:
     prefill, [decode] = await stack.prefill(), await stack.decodes()
     computing = scheduler(prefill)
     freeze(computing)
@@ -139,7 +139,7 @@ async def test_a_cancel_while_the_cache_is_awaited_stops_both_legs_c3(nc: Client
     await stack.idle(prefill, decode, within=10.0)
 
 
-async def test_cancels_of_long_prompts_before_their_first_token_leave_nothing_behind_c3(
+async def test_cancels_of_long_prompts_before_their_first_token_leave_nothing_behind(
     nc: Client, stack: EngineFleet
 ) -> None:
     prefill, [decode] = await stack.prefill(), await stack.decodes()
@@ -170,7 +170,7 @@ async def test_a_prefill_that_hangs_fails_a_request_in_time_and_a_job_finishes_w
 
 
 @pytest.mark.parametrize("address", ["nobody listens", "nobody answers"])
-async def test_a_prefill_that_cannot_be_reached_is_passed_over_and_both_legs_end_c5(
+async def test_a_prefill_that_cannot_be_reached_is_passed_over_and_both_legs_end(
     nc: Client, stack: EngineFleet, undisturbed: Answers, address: str
 ) -> None:
     prefill, [decode] = await stack.prefill(), await stack.decodes()
@@ -227,7 +227,7 @@ def _first(workers: list[WorkerInfo]) -> str:
     return Picker(None, lambda: workers).pick(PROMPTS["tokens"]["token_ids"]).worker
 
 
-async def test_answers_go_on_without_their_prefill_and_one_at_its_address_serves_the_next_c13(
+async def test_answers_go_on_without_their_prefill_and_one_at_its_address_serves_the_next(
     nc: Client, stack: EngineFleet, undisturbed: Answers
 ) -> None:
     """The replacement is there at once, as behind a Kubernetes service: sgl-project/sglang#34289."""

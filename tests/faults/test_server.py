@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from schemas.answers import TokenAnswer
-from schemas.errors import InferbusError
+from inferbus.schemas.answers import TokenAnswer
+from inferbus.schemas.errors import InferbusError
+from inferbus.workers.client import Client, Job
+from inferbus.workers.stack.processes import spawn
+from inferbus.workers.stack.server import NatsServer
 from tests.support.eventually import eventually
 from tests.support.fleet import Fleet
-from workers.client import Client, Job
-from workers.stack.processes import spawn
-from workers.stack.server import NatsServer
 
 pytestmark = pytest.mark.faults
 
@@ -32,7 +32,7 @@ IMPATIENT = {"extra": 'max_pending: 1048576\nwrite_deadline: "100ms"\n'}
 
 SLOW_READER = """
 import asyncio, sys
-from workers.client import Client, text
+from inferbus.workers.client import Client, text
 
 async def main() -> None:
     async with Client.connect(sys.argv[1]) as client:

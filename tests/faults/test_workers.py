@@ -16,12 +16,12 @@ import pytest
 from nats.aio.client import Client
 from nats.js.errors import NotFoundError
 
+from inferbus.workers.jobs.last import LAST_ATTEMPTS
+from inferbus.workers.stack.errors import ProcessExited
+from inferbus.workers.stack.server import NatsServer
 from tests.support.asking import Answer, result
 from tests.support.eventually import eventually
 from tests.support.fleet import Fleet, fleet, stop
-from workers.jobs.last import LAST_ATTEMPTS
-from workers.stack.errors import ProcessExited
-from workers.stack.server import NatsServer
 
 pytestmark = pytest.mark.faults
 
@@ -55,7 +55,7 @@ async def empty_queue(nc: Client) -> bool:
     return (await nc.jetstream().stream_info("INFER_JOBS")).state.messages == 0
 
 
-async def test_sigterm_lets_a_running_job_finish_then_exits_0_a13(nc: Client, workers: Fleet) -> None:
+async def test_sigterm_lets_a_running_job_finish_then_exits_0(nc: Client, workers: Fleet) -> None:
     worker = await workers.start("both", SLOW)
     stream = await Answer.on(nc, "infer.stream.acme.j1")
     await submit(nc, "j1")
@@ -143,9 +143,7 @@ async def test_a_job_goes_on_elsewhere_when_the_grace_period_is_over(nc: Client,
     assert (await result(nc, "j1")).headers["Infer-Status"] == "ok"
 
 
-async def test_all_jobs_in_flight_finish_on_another_worker_after_sigkill_a7(
-    nc: Client, workers: Fleet
-) -> None:
+async def test_all_jobs_in_flight_finish_on_another_worker_after_sigkill(nc: Client, workers: Fleet) -> None:
     worker = await workers.start("both", ENDLESS)
     streams = [await Answer.on(nc, f"infer.stream.acme.j{i}") for i in range(5)]
     for i in range(5):
@@ -160,7 +158,7 @@ async def test_all_jobs_in_flight_finish_on_another_worker_after_sigkill_a7(
     await eventually(lambda: empty_queue(nc))
 
 
-async def test_a_job_that_kills_every_worker_becomes_a_dead_letter_a4(nc: Client, workers: Fleet) -> None:
+async def test_a_job_that_kills_every_worker_becomes_a_dead_letter(nc: Client, workers: Fleet) -> None:
     killer = '[[rules]]\n[rules.fault]\ndo = "kill"\nat = 1\n'
     await submit(nc, "poison")
     for _ in range(1 + LAST_ATTEMPTS):
@@ -211,7 +209,7 @@ async def test_a_running_request_stops_when_it_is_cancelled_by_subject(nc: Clien
 
 
 @pytest.mark.parametrize("layout", [("both",), ("prefill", "decode")], ids=["both", "pair"])
-async def test_a_request_stops_on_both_sides_when_its_caller_is_gone_b11_c8(
+async def test_a_request_stops_on_both_sides_when_its_caller_is_gone(
     nc: Client, workers: Fleet, layout: tuple[Any, ...]
 ) -> None:
     for role in layout:
@@ -222,7 +220,7 @@ async def test_a_request_stops_on_both_sides_when_its_caller_is_gone_b11_c8(
     await workers.idle(within=3.0)
 
 
-async def test_a_cancel_before_the_first_token_stops_both_legs_c3(nc: Client, workers: Fleet) -> None:
+async def test_a_cancel_before_the_first_token_stops_both_legs(nc: Client, workers: Fleet) -> None:
     await workers.start("prefill", "[[rules]]\nfirst_delay = 60\n", prefill_timeout=100)
     await workers.start("decode", "[[rules]]\nfirst_delay = 60\n", prefill_timeout=100)
     answer = await request(nc, job="mine")
@@ -260,7 +258,7 @@ async def test_a_full_worker_leaves_the_queue_group_and_comes_back(nc: Client, w
     await eventually(somebody)
 
 
-async def test_jobs_beyond_the_slots_stay_queued_and_none_fails_a19(nc: Client, workers: Fleet) -> None:
+async def test_jobs_beyond_the_slots_stay_queued_and_none_fails(nc: Client, workers: Fleet) -> None:
     await workers.start("both", "[[rules]]\nlength = 3\ndelay = 0.01\n", slots=2)
     for i in range(50):
         await submit(nc, f"j{i}")
@@ -269,7 +267,7 @@ async def test_jobs_beyond_the_slots_stay_queued_and_none_fails_a19(nc: Client, 
     assert {found.headers["Infer-Attempt"] for found in results} == {"1"}
 
 
-async def test_a_job_longer_than_the_ack_wait_runs_once_a1(nc: Client, workers: Fleet) -> None:
+async def test_a_job_longer_than_the_ack_wait_runs_once(nc: Client, workers: Fleet) -> None:
     await workers.start("both", "[[rules]]\nlength = 4\ndelay = 1.0\n", ack_wait=1)
     await submit(nc, "long")
     assert (await result(nc, "long")).headers["Infer-Attempt"] == "1"

@@ -6,8 +6,8 @@ from typing import Any, Final
 
 import msgspec
 
-from schemas.subjects import JobKey, Kind
-from workers.engine.scripted import Fault, Rule, Script
+from inferbus.schemas.subjects import JobKey, Kind
+from inferbus.workers.engine.scripted import Fault, Rule, Script
 
 KILLER: Final = "killer"
 KILLS_AFTER: Final = 2

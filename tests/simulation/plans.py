@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 from hypothesis import strategies as st
 
-from schemas.subjects import CLASSES, JobClass
+from inferbus.schemas.subjects import CLASSES, JobClass
 from tests.simulation.jobs import NAMES, SHAPES
 from tests.simulation.world import World, watched
 

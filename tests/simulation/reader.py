@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from schemas import headers
-from schemas.answers import TokenAnswer, TokenChunk
+from inferbus.schemas import headers
+from inferbus.schemas.answers import TokenAnswer, TokenChunk
+from inferbus.workers.bus.interface import Stored
+from inferbus.workers.bus.layout import RESULTS, STREAM
+from inferbus.workers.client.assembler import Assembler, Event, Restarted
+from inferbus.workers.client.jobs import Job
+from inferbus.workers.client.messages import read, read_result, submission
 from tests.simulation.jobs import Submission
 from tests.support.simulated import SUBJECTS, Server
-from workers.bus.interface import Stored
-from workers.bus.layout import RESULTS, STREAM
-from workers.client.assembler import Assembler, Event, Restarted
-from workers.client.jobs import Job
-from workers.client.messages import read, read_result, submission
 
 
 class Reader:
-    """Somebody who reads a job's answer, by the rules of `workers.client.durable`."""
+    """Somebody who reads a job's answer, by the rules of `inferbus.workers.client.durable`."""
 
     def __init__(self, server: Server, job: Submission) -> None:
         self._server = server

@@ -1,4 +1,4 @@
-"""How a worker takes jobs from a simulated server and keeps them: what `workers.bus` does over NATS."""
+"""How a worker takes jobs from a simulated server and keeps them, by the rules of `inferbus.workers.bus`."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from schemas.errors import BusUnavailable, Draining
-from schemas.subjects import JobClass
+from inferbus.schemas.errors import BusUnavailable, Draining
+from inferbus.schemas.subjects import JobClass
+from inferbus.workers.bus.delivery import ACK_TIMEOUT, ACK_TRIES, FORGOTTEN, SUSPECT
+from inferbus.workers.bus.fairness import Fair
+from inferbus.workers.bus.interface import Stored
 from tests.support.simulated import Connection
-from workers.bus.delivery import ACK_TIMEOUT, ACK_TRIES, FORGOTTEN, SUSPECT
-from workers.bus.fairness import Fair
-from workers.bus.interface import Stored
 
 PROBE: Final = 1.0
 """Seconds after which a pull that was to be answered at once is lost."""
 
 
 class SimulatedDelivery:
-    """One delivery of one job; implements `Delivery` by the rules of `workers.bus.delivery`."""
+    """One delivery of one job; implements `Delivery` by the rules of `inferbus.workers.bus.delivery`."""
 
     def __init__(
         self, connection: Connection, message: Stored, attempt: int, lane: JobClass, signs: Heartbeats
@@ -99,7 +99,7 @@ class SimulatedDelivery:
 
 
 class Heartbeats:
-    """Signs of life of one process, as `workers.bus.delivery` gives them."""
+    """Signs of life of one process, as `inferbus.workers.bus.delivery` gives them."""
 
     def __init__(self, connection: Connection, *, ack_wait: float) -> None:
         self.ack_wait = ack_wait
@@ -128,7 +128,7 @@ class Heartbeats:
 
 
 class SimulatedQueue:
-    """Where a worker's jobs come from; `workers.roles.intake.Queue` by the rules of `workers.bus.pull`."""
+    """Where a worker's jobs come from: `roles.intake.Queue` by the rules of `bus.pull`."""
 
     def __init__(self, connection: Connection, signs: Heartbeats, weights: Mapping[JobClass, int]) -> None:
         self._connection = connection

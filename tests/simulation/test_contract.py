@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from inferbus.workers.bus.interface import Stored
 from tests.simulation.plans import PLANS, Crash, Cut, Plan, Stall, Submit, Wait
 from tests.simulation.worker import WEIGHTS
 from tests.simulation.world import World, watched
-from workers.bus.interface import Stored
 
 RUNS: Final = int(os.environ.get("SIMULATION_RUNS", "100"))
 explored = settings(
@@ -43,7 +43,7 @@ def test_a_plan_is_the_same_course_of_events_every_time() -> None:
 
 @settings(explored, max_examples=max(RUNS // 10, 10))
 @given(st.integers(0, 2**16), st.integers(1, 3), st.integers(1, 2))
-def test_no_class_waits_for_ever_a11(seed: int, workers: int, slots: int) -> None:
+def test_no_class_waits_for_ever(seed: int, workers: int, slots: int) -> None:
     world = World(seed=seed, workers=workers, slots=slots, calm=True)
     passed = _endless(world, "interactive")
     try:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from schemas.errors import BusUnavailable
+from inferbus.schemas.errors import BusUnavailable
+from inferbus.workers.bus.delivery import ACK_TRIES, AckSubject, Heartbeats, NatsDelivery
+from inferbus.workers.bus.message import Message
 from tests.simulation.plans import Away, CancelJob, Cut, Drain, Plan, Stall, Submit, Wait
 from tests.support.virtual import EPOCH
-from workers.bus.delivery import ACK_TRIES, AckSubject, Heartbeats, NatsDelivery
-from workers.bus.message import Message
 
 FOUND = {
     # It looked for cancels that it had not heard, though it had nothing left that they could aim at.

@@ -1,4 +1,4 @@
-"""One worker process: the product's own objects, put together as `workers.roles.decode` does it."""
+"""One worker process: the product's own objects, put together as `inferbus.workers.roles.decode` does it."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from contextlib import aclosing
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final
 
-from schemas import headers
-from schemas.errors import Draining
-from schemas.subjects import JobClass
+from inferbus.schemas import headers
+from inferbus.schemas.errors import Draining
+from inferbus.schemas.subjects import JobClass
+from inferbus.workers.bus.interface import Delivery
+from inferbus.workers.engine.interface import Delta, Leg
+from inferbus.workers.engine.scripted import ScriptedEngine
+from inferbus.workers.jobs.attempt import Attempts, Work
+from inferbus.workers.jobs.cancel import Cancels
+from inferbus.workers.jobs.delivery import Deliveries
+from inferbus.workers.jobs.reply import Served
+from inferbus.workers.jobs.retry import RetryPolicy
+from inferbus.workers.pairing.legs import Alone
+from inferbus.workers.roles.answering import Answering
+from inferbus.workers.roles.intake import JobIntake, Tasks
+from inferbus.workers.roles.program import finished_within
+from inferbus.workers.roles.slots import Slots
 from tests.simulation.jobs import KILLER, KILLS_AFTER, script
 from tests.simulation.taking import Heartbeats, SimulatedDelivery, SimulatedQueue
 from tests.support.simulated import SUBJECTS, Connection
 from tests.support.virtual import Loop
-from workers.bus.interface import Delivery
-from workers.engine.interface import Delta, Leg
-from workers.engine.scripted import ScriptedEngine
-from workers.jobs.attempt import Attempts, Work
-from workers.jobs.cancel import Cancels
-from workers.jobs.delivery import Deliveries
-from workers.jobs.reply import Served
-from workers.jobs.retry import RetryPolicy
-from workers.pairing.legs import Alone
-from workers.roles.answering import Answering
-from workers.roles.intake import JobIntake, Tasks
-from workers.roles.program import finished_within
-from workers.roles.slots import Slots
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -144,7 +144,7 @@ class Worker:
         self.loop.end()
 
     async def _drain(self, grace: float) -> None:
-        """As `workers.roles.decode.Decode.drain`."""
+        """As `inferbus.workers.roles.decode.Decode.drain`."""
         await self.intake.drain()
         await self._running[0]
         if not await finished_within(self.tasks.settled(), grace=grace, hurry=self.hurry):
@@ -164,7 +164,7 @@ class Worker:
             self._end(lost=False)
 
     def _connection_changed(self, up: bool) -> None:
-        """As `workers.roles.decode.Decode`."""
+        """As `inferbus.workers.roles.decode.Decode`."""
         if up:
             self.tasks.start(self._cancels.catch_up())
 

@@ -11,20 +11,20 @@ from typing import Any, Final
 
 import structlog
 
-from schemas import codec, headers
-from schemas.errors import PayloadTooLarge
-from schemas.subjects import JobClass, JobKey
+from inferbus.schemas import codec, headers
+from inferbus.schemas.errors import PayloadTooLarge
+from inferbus.schemas.subjects import JobClass, JobKey
+from inferbus.workers.bus.frames import publish_frame
+from inferbus.workers.bus.interface import Stored
+from inferbus.workers.bus.layout import DEAD, JOBS, RESULTS
+from inferbus.workers.client.messages import read_result
+from inferbus.workers.jobs.attempt import Work
+from inferbus.workers.jobs.last import LAST_ATTEMPTS
 from tests.simulation.jobs import SHAPES, Cancel, Submission, request
 from tests.simulation.reader import Reader, agrees, told
 from tests.simulation.worker import HANDLED, Worker
 from tests.support.simulated import SUBJECTS, Server
 from tests.support.virtual import Time
-from workers.bus.frames import publish_frame
-from workers.bus.interface import Stored
-from workers.bus.layout import DEAD, JOBS, RESULTS
-from workers.client.messages import read_result
-from workers.jobs.attempt import Work
-from workers.jobs.last import LAST_ATTEMPTS
 
 MODEL: Final = "scripted"
 OWNER: Final = "acme"

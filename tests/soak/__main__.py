@@ -9,8 +9,8 @@ import sys
 import uvloop
 from rich.console import Console
 
+from inferbus.workers.observe import logs
 from tests.soak.soak import Settings, Soak
-from workers.observe import logs
 
 
 def main() -> int:

@@ -9,17 +9,17 @@ from typing import Final
 
 import msgspec
 
-from schemas import headers
-from schemas.errors import CallerError, InferbusError
-from schemas.headers import Status
-from schemas.subjects import JobKey
+from inferbus.schemas import headers
+from inferbus.schemas.errors import CallerError, InferbusError
+from inferbus.schemas.headers import Status
+from inferbus.schemas.subjects import JobKey
+from inferbus.workers.bus import browse, layout
+from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.interface import Stored
+from inferbus.workers.client.messages import Result, read_result
 from tests.soak.fleet import Fleet
 from tests.soak.jobs import ATTEMPTS, BROKEN, ENDS, POISON, End
 from tests.soak.ledger import Fault, Ledger, Problem, Reading, Submission, texts_of
-from workers.bus import browse, layout
-from workers.bus.connection import Bus
-from workers.bus.interface import Stored
-from workers.client.messages import Result, read_result
 
 DEATHS: Final = frozenset({"attempts_exhausted", "engine_failed"})
 """Codes of errors that a dead letter goes with."""

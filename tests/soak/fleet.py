@@ -16,11 +16,11 @@ from typing import Any, Final
 
 import msgspec
 
+from inferbus.workers.config import ENVIRONMENT
+from inferbus.workers.stack.local import PROGRAM
+from inferbus.workers.stack.processes import Child, spawn
+from inferbus.workers.stack.server import NatsServer
 from tests.soak.jobs import ATTEMPTS, MODEL, script
-from workers.config import ENVIRONMENT
-from workers.stack.local import PROGRAM
-from workers.stack.processes import Child, spawn
-from workers.stack.server import NatsServer
 
 PLACES: Final = 4
 ACK_WAIT: Final = 2.0

@@ -13,9 +13,9 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from schemas.headers import Status
-from schemas.subjects import CLASSES, KINDS, JobClass, Kind
-from workers.engine.scripted import Fault, Rule, Script
+from inferbus.schemas.headers import Status
+from inferbus.schemas.subjects import CLASSES, KINDS, JobClass, Kind
+from inferbus.workers.engine.scripted import Fault, Rule, Script
 
 MODEL: Final = "scripted"
 OWNERS: Final = ("acme", "globex", "initech")

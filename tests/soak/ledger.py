@@ -8,11 +8,11 @@ from typing import Literal
 
 import msgspec
 
-from schemas.answers import TokenAnswer, TokenChunk
-from schemas.headers import Status
-from schemas.subjects import JobKey
+from inferbus.schemas.answers import TokenAnswer, TokenChunk
+from inferbus.schemas.headers import Status
+from inferbus.schemas.subjects import JobKey
+from inferbus.workers.client import Answer, Chunk, Restarted
 from tests.soak.jobs import Order
-from workers.client import Answer, Chunk, Restarted
 
 Fault = Literal["lost", "doubled", "wrong"]
 

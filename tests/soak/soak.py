@@ -13,7 +13,11 @@ from typing import Final
 import msgspec
 from rich.console import Console
 
-from schemas.errors import BusUnavailable
+from inferbus.schemas.errors import BusUnavailable
+from inferbus.workers.bus import browse, layout
+from inferbus.workers.bus.streams import provision
+from inferbus.workers.client import Client
+from inferbus.workers.config import StreamSettings
 from tests.soak import report
 from tests.soak.audit import Audit
 from tests.soak.chaos import Chaos
@@ -22,10 +26,6 @@ from tests.soak.jobs import Orders
 from tests.soak.ledger import Ledger, Problem
 from tests.soak.traffic import Traffic, clients
 from tests.support.eventually import eventually
-from workers.bus import browse, layout
-from workers.bus.streams import provision
-from workers.client import Client
-from workers.config import StreamSettings
 
 STARTING: Final = 60.0
 SETTLING: Final = 180.0

@@ -7,8 +7,8 @@ import os
 import pytest
 from rich.console import Console
 
+from inferbus.workers.observe import logs
 from tests.soak.soak import READING, SETTLING, STARTING, Settings, Soak
-from workers.observe import logs
 
 SETTINGS = Settings.of({"SOAK_SECONDS": "60"} | dict(os.environ))
 

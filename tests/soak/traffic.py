@@ -8,12 +8,12 @@ import datetime as dt
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, Final
 
-from schemas import codec
-from schemas.errors import BusUnavailable, InferbusError
+from inferbus.schemas import codec
+from inferbus.schemas.errors import BusUnavailable, InferbusError
+from inferbus.workers.bus import browse, layout
+from inferbus.workers.client import Client, Job
 from tests.soak.jobs import BROKEN, MODEL, OWNERS, POISON, Order, Orders
 from tests.soak.ledger import Ledger, Reading, Submission
-from workers.bus import browse, layout
-from workers.client import Client, Job
 
 QUEUED: Final = 200
 """Jobs in the queue beyond which no more are handed in: what a server can be asked to make up for."""

@@ -12,9 +12,9 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from workers.stack import demo, models
-from workers.stack.errors import ModelUnavailable
-from workers.stack.local import LocalStack
+from inferbus.workers.stack import demo, models
+from inferbus.workers.stack.errors import ModelUnavailable
+from inferbus.workers.stack.local import LocalStack
 
 SCRIPT = """
 tokenizer = true

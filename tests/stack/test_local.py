@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from workers.client import Client
-from workers.stack.errors import ProcessExited, StackError
-from workers.stack.local import LocalStack, free_ports
-from workers.stack.processes import session_members
+from inferbus.workers.client import Client
+from inferbus.workers.stack.errors import ProcessExited, StackError
+from inferbus.workers.stack.local import LocalStack, free_ports
+from inferbus.workers.stack.processes import session_members
 
 SCRIPT = """
 tokenizer = true

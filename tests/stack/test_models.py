@@ -14,9 +14,9 @@ import safetensors
 from gguf import GGUFWriter
 from tokenizers import Tokenizer
 
-from workers.stack import models
-from workers.stack.errors import ModelUnavailable
-from workers.stack.gguf import convert, make_tiny
+from inferbus.workers.stack import models
+from inferbus.workers.stack.errors import ModelUnavailable
+from inferbus.workers.stack.gguf import convert, make_tiny
 
 VOCABULARY = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *"abcdefgh0123456789", "Ġ", "ab"]
 HIDDEN, HEADS = 8, 2
@@ -164,5 +164,5 @@ def test_the_command_prints_the_folder(
 
 
 def test_importing_the_stack_needs_no_torch() -> None:
-    code = "import sys, workers.stack.models, workers.stack.server; sys.exit('torch' in sys.modules)"
+    code = "import sys, inferbus.workers.stack.models, workers.stack.server; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from workers.cli.main import main
-from workers.stack import flags
-from workers.stack.errors import MpsUnavailable, ProcessExited
-from workers.stack.mps import PROGRAM, Mps
+from inferbus.workers.cli.main import main
+from inferbus.workers.stack import flags
+from inferbus.workers.stack.errors import MpsUnavailable, ProcessExited
+from inferbus.workers.stack.mps import PROGRAM, Mps
 
 DAEMON = """#!/bin/bash
 # As the real one: -f is the daemon, without it a command for the daemon comes on standard input.

@@ -6,10 +6,10 @@ import asyncio
 from pathlib import Path
 
 from benchmarks.load import NO_RESPONDERS, SILENT, Sent, Wire, encode
-from schemas.subjects import Subjects
+from inferbus.schemas.subjects import Subjects
+from inferbus.workers.client import Client
+from inferbus.workers.stack.local import LocalStack
 from tests.support.eventually import eventually
-from workers.client import Client
-from workers.stack.local import LocalStack
 
 SLOW = "[[rules]]\nlength = 1000\ndelay = 0.02\n"
 BODY = encode({"token_ids": [1, 2], "max_tokens": 3})

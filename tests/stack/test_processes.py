@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from workers.stack.errors import ProcessExited, ProcessNotReady
-from workers.stack.processes import Child, Children, session_members, spawn
+from inferbus.workers.stack.errors import ProcessExited, ProcessNotReady
+from inferbus.workers.stack.processes import Child, Children, session_members, spawn
 
 # Says "up" once it ignores SIGTERM; has a child of its own that ignores it as well.
 STUBBORN = """
@@ -134,7 +134,7 @@ async def test_the_first_child_to_end_is_named(tmp_path: Path) -> None:
 async def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     code = f"""
 import asyncio, pathlib, sys
-from workers.stack.processes import spawn
+from inferbus.workers.stack.processes import spawn
 
 async def main():
     log = pathlib.Path({str(tmp_path / "grandchild.log")!r})

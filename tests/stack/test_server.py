@@ -8,9 +8,9 @@ import nats
 import pytest
 from nats.js.api import StreamConfig
 
-from workers.stack.errors import PortInUse, ProcessExited, ServerTooOld
-from workers.stack.processes import session_members
-from workers.stack.server import NatsServer
+from inferbus.workers.stack.errors import PortInUse, ProcessExited, ServerTooOld
+from inferbus.workers.stack.processes import session_members
+from inferbus.workers.stack.server import NatsServer
 
 
 async def test_it_serves_jetstream_on_a_free_port(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from workers.client import Client
-from workers.stack.server import NatsServer
+from inferbus.workers.client import Client
+from inferbus.workers.stack.server import NatsServer
 
 SCRIPT = 'tokenizer = true\n[[rules]]\ntext = "Paris."\n'
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.faults
 @asynccontextmanager
 async def up(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "workers.cli", "up", *arguments, stderr=asyncio.subprocess.PIPE
+        sys.executable, "-m", "inferbus.workers.cli", "up", *arguments, stderr=asyncio.subprocess.PIPE
     )
     try:
         yield child

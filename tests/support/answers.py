@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from schemas.headers import Continuation
-from workers.client.assembler import Event, Restarted
-from workers.client.messages import Chunk, End, Piece, Result
+from inferbus.schemas.headers import Continuation
+from inferbus.workers.client.assembler import Event, Restarted
+from inferbus.workers.client.messages import Chunk, End, Piece, Result
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
 

@@ -1,6 +1,6 @@
 """NATS in a container, for tests of what containers bring: our configuration file, another server version.
 
-Most tests take the server that `workers.stack` starts; with INFERBUS_TEST_NATS_IMAGE a whole suite can run
+Most tests take the server that `workers/stack` starts; with INFERBUS_TEST_NATS_IMAGE a whole suite can run
 against an image instead. `tests/deploy/bring_up_docker.sh` brings a daemon up where there is none.
 """
 

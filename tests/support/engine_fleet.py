@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from schemas.fleet import Load, Role
+from inferbus.schemas.fleet import Load, Role
+from inferbus.workers.stack.processes import Child, session_members
+from inferbus.workers.stack.server import NatsServer
 from tests.support.eventually import eventually
 from tests.support.fleet import Fleet, fleet
 from tests.support.forwarder import Forwarder
 from tests.support.remote_engine import ENVIRONMENT
-from workers.stack.processes import Child, session_members
-from workers.stack.server import NatsServer
 
 MODEL = "tiny"
 ADDRESS = "127.0.0.2"
@@ -93,7 +93,16 @@ class EngineFleet:
 
     async def _start(self, role: Role, name: str = "") -> Child:
         name = name or f"{role}-{len(self._workers[role]) + 1}"
-        command = [sys.executable, "-m", "workers.cli", "worker", role, "--model-path", self._model, *FLAGS]
+        command = [
+            sys.executable,
+            "-m",
+            "inferbus.workers.cli",
+            "worker",
+            role,
+            "--model-path",
+            self._model,
+            *FLAGS,
+        ]
         settings = dict(SETTINGS)
         if role == "prefill":
             self._hosts[name] = f"127.0.0.{10 + len(self._workers[role])}"

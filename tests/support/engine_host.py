@@ -19,12 +19,12 @@ from typing import Any
 
 import msgspec
 
-from schemas.errors import InferbusError
-from schemas.fleet import Role
-from schemas.requests import parse
-from workers.engine.interface import Delta, Leg, Prompt
-from workers.engine.sglang import LaunchFailed, SGLangEngine, health
-from workers.stack import models
+from inferbus.schemas.errors import InferbusError
+from inferbus.schemas.fleet import Role
+from inferbus.schemas.requests import parse
+from inferbus.workers.engine.interface import Delta, Leg, Prompt
+from inferbus.workers.engine.sglang import LaunchFailed, SGLangEngine, health
+from inferbus.workers.stack import models
 
 
 class Channel:

@@ -16,9 +16,9 @@ import socket
 import sys
 from typing import Any
 
-from schemas.fleet import Role
-from workers.engine import cpu
-from workers.engine.sglang import LaunchFailed, SGLangEngine, options, processes
+from inferbus.schemas.fleet import Role
+from inferbus.workers.engine import cpu
+from inferbus.workers.engine.sglang import LaunchFailed, SGLangEngine, options, processes
 
 
 async def failing(name: str, role: Role, argv: list[str], **more: Any) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from schemas.answers import TokenAnswer, TokenChunk
-from schemas.errors import Cancelled, ContextLengthExceeded, InvalidRequest
-from schemas.requests import parse
-from schemas.subjects import Kind
+from inferbus.schemas.answers import TokenAnswer, TokenChunk
+from inferbus.schemas.errors import Cancelled, ContextLengthExceeded, InvalidRequest
+from inferbus.schemas.requests import parse
+from inferbus.schemas.subjects import Kind
+from inferbus.workers.engine.interface import Delta, Engine, Leg, Prompt
 from tests.support.eventually import eventually
-from workers.engine.interface import Delta, Engine, Leg, Prompt
 
 PROMPT = list(range(40, 50))
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -118,7 +118,7 @@ class EngineSuite:
         assert capacity.vocabulary > max(PROMPT)
         assert await engine.healthy()
 
-    async def test_every_token_comes_once_and_is_counted_once_c12(self, engine: Engine) -> None:
+    async def test_every_token_comes_once_and_is_counted_once(self, engine: Engine) -> None:
         deltas = await leg_of(engine, PROMPT, max_new_tokens=100)
         assert len(ids(deltas)) == 100
         assert deltas[-1].meta["completion_tokens"] == 100
@@ -153,7 +153,7 @@ class EngineSuite:
     async def test_one_token_is_an_answer(self, engine: Engine) -> None:
         assert len(ids(await leg_of(engine, PROMPT, max_new_tokens=1))) == 1
 
-    async def test_a_closed_generator_leaves_nothing_running_c8(self, engine: Engine) -> None:
+    async def test_a_closed_generator_leaves_nothing_running(self, engine: Engine) -> None:
         leg = (await prepared(engine, "tokens", max_tokens=400)).leg(0, rid=rid())
         deltas = engine.generate(leg)
         assert await consumed(deltas, 3)
@@ -170,7 +170,7 @@ class EngineSuite:
         await deltas.aclose()
         await self.idle(engine)
 
-    async def test_aborting_one_leg_leaves_the_others_alone_c2(self, engine: Engine) -> None:
+    async def test_aborting_one_leg_leaves_the_others_alone(self, engine: Engine) -> None:
         prompt = await prepared(engine, "tokens", max_tokens=60)
         stem = rid()[:-1]
         first, second = (engine.generate(prompt.leg(0, rid=f"{stem}{digit}")) for digit in "01")
@@ -186,7 +186,7 @@ class EngineSuite:
         assert len(ids(await leg_of(engine, PROMPT, max_new_tokens=2))) == 2
 
     @pytest.mark.parametrize("kind", ["tokens", "completions"])
-    async def test_a_token_outside_the_vocabulary_is_refused_before_the_engine_f2(
+    async def test_a_token_outside_the_vocabulary_is_refused_before_the_engine(
         self, engine: Engine, kind: Kind
     ) -> None:
         field = "token_ids" if kind == "tokens" else "prompt"
@@ -207,13 +207,11 @@ class EngineSuite:
         assert caught.value.param == name
         assert await engine.healthy()
 
-    async def test_a_prompt_that_fills_the_context_is_refused_before_the_engine_c6(
-        self, engine: Engine
-    ) -> None:
+    async def test_a_prompt_that_fills_the_context_is_refused_before_the_engine(self, engine: Engine) -> None:
         with pytest.raises(ContextLengthExceeded):
             await prepared(engine, "tokens", token_ids=[5] * (engine.info.capacity.context_length + 1))
 
-    async def test_n_choices_finish_once_each_and_count_the_prompt_once_c1_e1(self, engine: Engine) -> None:
+    async def test_n_choices_finish_once_each_and_count_the_prompt_once(self, engine: Engine) -> None:
         chunks, whole = await answered(engine, "tokens", n=3, max_tokens=5)
         assert all(isinstance(chunk, TokenChunk) for chunk in chunks)
         finishes = [chunk.index for chunk in chunks if chunk.finish_reason is not None]
@@ -254,9 +252,7 @@ class EngineSuite:
         assert texts(chunks, kind) == told
 
     @pytest.mark.parametrize("kind", ["chat", "completions"])
-    async def test_every_choice_of_a_text_answer_finishes_once_e1_e3_e4_e5(
-        self, engine: Engine, kind: Kind
-    ) -> None:
+    async def test_every_choice_of_a_text_answer_finishes_once(self, engine: Engine, kind: Kind) -> None:
         chunks, whole = await answered(engine, kind, n=3, max_tokens=5)
         choices = [choice for chunk in chunks for choice in chunk["choices"]]
         assert all("finish_reason" in choice for choice in choices)
@@ -267,12 +263,12 @@ class EngineSuite:
             assert reasons == [None] * (len(reasons) - 1) + ["length"]
         assert [choice["finish_reason"] for choice in whole["choices"]] == ["length"] * 3
 
-    async def test_a_finish_reason_comes_after_the_content_e2(self, engine: Engine) -> None:
+    async def test_a_finish_reason_comes_after_the_content(self, engine: Engine) -> None:
         chunks, _ = await answered(engine, "chat", max_tokens=5)
         last = next(c for chunk in chunks for c in chunk["choices"] if c["finish_reason"] is not None)
         assert not last["delta"].get("content")
 
-    async def test_the_role_comes_with_the_first_chunk_of_each_choice_alone_e6(self, engine: Engine) -> None:
+    async def test_the_role_comes_with_the_first_chunk_of_each_choice_alone(self, engine: Engine) -> None:
         chunks, _ = await answered(engine, "chat", n=2, max_tokens=5)
         for index in range(2):
             mine = [c["delta"] for chunk in chunks for c in chunk["choices"] if c["index"] == index]
@@ -280,7 +276,7 @@ class EngineSuite:
             assert not any(delta.get("role") for delta in mine[1:])
 
     @pytest.mark.parametrize("kind", ["chat", "completions"])
-    async def test_usage_comes_last_where_it_is_asked_for_and_counts_the_prompt_once_e7(
+    async def test_usage_comes_last_where_it_is_asked_for_and_counts_the_prompt_once(
         self, engine: Engine, kind: Kind
     ) -> None:
         prompt = await prepared(engine, kind, max_tokens=5)

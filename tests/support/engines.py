@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.fleet import Role
+from inferbus.schemas.fleet import Role
 from tests.support.remote_engine import RemoteEngine
 
 FLAGS = ("--max-total-tokens", "8192", "--max-running-requests", "32", "--random-seed", "1")

@@ -11,22 +11,22 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from schemas.fleet import Role, WorkerInfo
+from inferbus.schemas.fleet import Role, WorkerInfo
+from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.registry import Roster
+from inferbus.workers.bus.streams import provision
+from inferbus.workers.config import BusSettings, StreamSettings
+from inferbus.workers.stack.processes import Child, Children, spawn
+from inferbus.workers.stack.server import NatsServer
 from tests.support.eventually import eventually
-from workers.bus.connection import Bus
-from workers.bus.registry import Roster
-from workers.bus.streams import provision
-from workers.config import BusSettings, StreamSettings
-from workers.stack.processes import Child, Children, spawn
-from workers.stack.server import NatsServer
 
 MODEL = "scripted"
 
 _MAIN = """
 import os, sys
 from pathlib import Path
-from workers.config import Settings, resolve
-from workers.roles import run
+from inferbus.workers.config import Settings, resolve
+from inferbus.workers.roles import run
 role, script = sys.argv[1:]
 sys.exit(run(role, resolve(Settings, {}, os.environ), scripted=Path(script)))
 """

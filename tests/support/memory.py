@@ -1,13 +1,13 @@
-"""A broker in memory: `workers.bus.interface` without a server, for tests of the delivery contract."""
+"""A broker in memory: `bus.interface` without a server, for tests of the delivery contract."""
 
 from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Mapping
 
-from schemas.errors import BusUnavailable
-from schemas.headers import MSG_ID
-from workers.bus.interface import Stored
+from inferbus.schemas.errors import BusUnavailable
+from inferbus.schemas.headers import MSG_ID
+from inferbus.workers.bus.interface import Stored
 
 EPOCH = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 

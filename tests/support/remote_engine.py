@@ -19,12 +19,12 @@ from typing import Any
 
 import msgspec
 
-from schemas.answers import TokenAnswer, TokenChunk
-from schemas.errors import ErrorBody, from_body
-from schemas.fleet import Role
-from schemas.requests import AnyRequest
+from inferbus.schemas.answers import TokenAnswer, TokenChunk
+from inferbus.schemas.errors import ErrorBody, from_body
+from inferbus.schemas.fleet import Role
+from inferbus.schemas.requests import AnyRequest
+from inferbus.workers.engine.interface import Delta, EngineInfo, EngineLoad, Leg
 from tests.support.engine_host import Channel
-from workers.engine.interface import Delta, EngineInfo, EngineLoad, Leg
 
 # What a two-core machine needs for several engines at once, measured: one compute thread each.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
@@ -34,7 +34,7 @@ LAST = ("nice", "-n", "19")
 
 
 class RemoteEngine:
-    """`workers.engine.interface.Engine` in a process that this one starts.
+    """`inferbus.workers.engine.interface.Engine` in a process that this one starts.
 
     Args:
         role: The worker's.

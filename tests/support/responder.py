@@ -12,10 +12,10 @@ import nats
 from nats.aio.client import Client as NatsClient
 from nats.aio.msg import Msg
 
-from schemas.answers import TokenChunk
-from schemas.codec import JSON, encode
+from inferbus.schemas.answers import TokenChunk
+from inferbus.schemas.codec import JSON, encode
+from inferbus.workers.client import Chunk, Restarted, Stream, text
 from tests.support.answers import USAGE, chat, chat_answer
-from workers.client import Chunk, Restarted, Stream, text
 
 
 class Responder:

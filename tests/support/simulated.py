@@ -2,7 +2,7 @@
 
 Messages between a process and the `Server` take time and keep their order, as over one TCP connection.
 Either end may go away; what is on its way then is lost. A `Connection` is what the product knows as
-`workers.bus.interface.Broker`.
+`inferbus.workers.bus.interface.Broker`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any, Final
 
 import msgspec
 
-from schemas import headers as names
-from schemas.errors import BusUnavailable
-from schemas.subjects import CLASSES, JobClass, Subjects
+from inferbus.schemas import headers as names
+from inferbus.schemas.errors import BusUnavailable
+from inferbus.schemas.subjects import CLASSES, JobClass, Subjects
+from inferbus.workers.bus.frames import publish_frame
+from inferbus.workers.bus.interface import Stored
+from inferbus.workers.bus.layout import CANCEL, CANCELS_KEPT, DEAD, JOBS, RESULTS, STREAM
 from tests.support.virtual import Loop, Time
-from workers.bus.frames import publish_frame
-from workers.bus.interface import Stored
-from workers.bus.layout import CANCEL, CANCELS_KEPT, DEAD, JOBS, RESULTS, STREAM
 
 SUBJECTS: Final = Subjects()
 TIMEOUT: Final = 5.0
-"""Seconds that the server may take to answer, as `workers.bus.connection` has it."""
+"""Seconds that the server may take to answer, as `inferbus.workers.bus.connection` has it."""
 
 UNWRITTEN: Final = 0.25
 """Seconds after which a server has written down what it delivered."""

@@ -8,15 +8,15 @@ from typing import Any, cast
 
 import pytest
 
-from schemas.requests import parse
-from workers.bus.interface import Broker
-from workers.engine.interface import Delta, Leg
-from workers.engine.scripted import Script, ScriptedEngine
-from workers.jobs.attempt import Work
-from workers.jobs.job import Job
-from workers.jobs.reply import Reply, Served
-from workers.pairing.legs import Alone
-from workers.roles.answering import WHOLE_STEP, Answering
+from inferbus.schemas.requests import parse
+from inferbus.workers.bus.interface import Broker
+from inferbus.workers.engine.interface import Delta, Leg
+from inferbus.workers.engine.scripted import Script, ScriptedEngine
+from inferbus.workers.jobs.attempt import Work
+from inferbus.workers.jobs.job import Job
+from inferbus.workers.jobs.reply import Reply, Served
+from inferbus.workers.pairing.legs import Alone
+from inferbus.workers.roles.answering import WHOLE_STEP, Answering
 
 NOW = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from workers.config import (
+from inferbus.workers.config import (
     BusSettings,
     ConfigError,
     Option,

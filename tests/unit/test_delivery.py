@@ -9,18 +9,18 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
-from schemas import headers
-from schemas.errors import BusUnavailable, Draining, EngineFailed, InvalidRequest, PrefillUnavailable
-from schemas.subjects import JobKey, Subjects
+from inferbus.schemas import headers
+from inferbus.schemas.errors import BusUnavailable, Draining, EngineFailed, InvalidRequest, PrefillUnavailable
+from inferbus.schemas.subjects import JobKey, Subjects
+from inferbus.workers.bus.interface import Stored
+from inferbus.workers.jobs.attempt import Attempts, Work
+from inferbus.workers.jobs.cancel import Cancels
+from inferbus.workers.jobs.delivery import Deliveries
+from inferbus.workers.jobs.job import Job
+from inferbus.workers.jobs.reply import Reply, Served
+from inferbus.workers.jobs.retry import RetryPolicy
 from tests.support.eventually import eventually
 from tests.support.memory import MemoryBroker, MemoryDelivery
-from workers.bus.interface import Stored
-from workers.jobs.attempt import Attempts, Work
-from workers.jobs.cancel import Cancels
-from workers.jobs.delivery import Deliveries
-from workers.jobs.job import Job
-from workers.jobs.reply import Reply, Served
-from workers.jobs.retry import RetryPolicy
 
 SUBJECTS = Subjects()
 SUBJECT = SUBJECTS.job("m", "batch", "acme", "tokens")
@@ -176,7 +176,7 @@ async def test_a_submission_that_repeats_one_that_has_ended_gets_its_answer_and_
     assert bench.runs == 3
 
 
-async def test_a_second_owner_cannot_store_a_second_result_a8() -> None:
+async def test_a_second_owner_cannot_store_a_second_result() -> None:
     started, go_on = asyncio.Event(), asyncio.Event()
 
     async def slow(job: Job, reply: Reply, served: Served) -> bytes:
@@ -219,7 +219,7 @@ async def test_an_engines_refusal_is_the_callers_mistake_too() -> None:
 @pytest.mark.parametrize(
     "reply", ["a.*", "$JS.API.STREAM.DELETE.X", "infer.jobs.m.batch.acme.chat", "a..b", ""]
 )
-async def test_a_refused_reply_subject_is_told_on_the_owners_stream_b8(reply: str) -> None:
+async def test_a_refused_reply_subject_is_told_on_the_owners_stream(reply: str) -> None:
     bench = Bench(answer)
     assert await bench.handle(bench.job(**{headers.REPLY_TO: reply})) == ("ack", None)
     assert bench.runs == 0
@@ -227,7 +227,7 @@ async def test_a_refused_reply_subject_is_told_on_the_owners_stream_b8(reply: st
     assert msgspec.json.decode(bench.results[0].data)["error"]["code"] == "invalid_reply_subject"
 
 
-async def test_an_infrastructure_failure_is_retried_with_growing_delays_a5() -> None:
+async def test_an_infrastructure_failure_is_retried_with_growing_delays() -> None:
     bench = Bench(failing(PrefillUnavailable("none")), attempts=4)
     delays = [(await bench.handle(bench.job(attempt=attempt)))[1] for attempt in (1, 2, 3)]
     assert delays == [1.0, 2.0, 4.0]
@@ -266,7 +266,7 @@ async def test_the_last_failed_attempt_becomes_a_dead_letter_a_result_and_a_term
     assert bench.ends == ["error"]
 
 
-async def test_a_job_that_killed_every_worker_is_buried_without_another_try_a4() -> None:
+async def test_a_job_that_killed_every_worker_is_buried_without_another_try() -> None:
     bench = Bench(dying, attempts=3)
     for attempt in (1, 2, 3, 4):
         await bench.dies(bench.job(attempt=attempt))
@@ -436,7 +436,7 @@ async def test_a_running_job_ends_when_it_is_cancelled() -> None:
     assert len(bench.attempts.scopes) == 0
 
 
-async def test_every_chunk_of_a_cancelled_answer_is_accounted_for_c17() -> None:
+async def test_every_chunk_of_a_cancelled_answer_is_accounted_for() -> None:
     said = asyncio.Event()
 
     async def talk(job: Job, reply: Reply, served: Served) -> bytes:
@@ -457,7 +457,7 @@ async def test_every_chunk_of_a_cancelled_answer_is_accounted_for_c17() -> None:
 
 
 @pytest.mark.parametrize("aim", ["7", None])
-async def test_a_cancel_never_hits_a_later_submission_a10(aim: str | None) -> None:
+async def test_a_cancel_never_hits_a_later_submission(aim: str | None) -> None:
     bench = Bench(answer)
     found = {headers.SUBMISSION: aim} if aim else {}
     await bench.broker.store(SUBJECTS.cancel("acme", "j1"), b"", found)

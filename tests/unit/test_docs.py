@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from schemas import errors
-from schemas.fleet import Load
-from schemas.handoff import Transfer
-from workers.config import Option, options
-from workers.engine.scripted import ScriptedEngine
-from workers.observe.metrics import Metrics
+from inferbus.schemas import errors
+from inferbus.schemas.fleet import Load
+from inferbus.schemas.handoff import Transfer
+from inferbus.workers.config import Option, options
+from inferbus.workers.engine.scripted import ScriptedEngine
+from inferbus.workers.observe.metrics import Metrics
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -68,7 +68,7 @@ def test_every_error_code_is_in_the_contract() -> None:
     leaves = {
         kind.code
         for kind in errors.BY_CODE.values()
-        if kind.__module__ == "schemas.errors"
-        and not any(child.__module__ == "schemas.errors" for child in kind.__subclasses__())
+        if kind.__module__ == "inferbus.schemas.errors"
+        and not any(child.__module__ == "inferbus.schemas.errors" for child in kind.__subclasses__())
     }
     assert {code for code in leaves if f"`{code}`" not in text} == set()

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from schemas import headers
-from schemas.headers import Continuation
-from workers.bus.interface import Stored
-from workers.jobs.history import points
+from inferbus.schemas import headers
+from inferbus.schemas.headers import Continuation
+from inferbus.workers.bus.interface import Stored
+from inferbus.workers.jobs.history import points
 
 NOW = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 

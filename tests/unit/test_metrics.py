@@ -14,23 +14,23 @@ from typing import Any
 import pytest
 from prometheus_client import generate_latest
 
-from schemas import headers
-from schemas.errors import EngineFailed, InferbusError, InvalidRequest, Overloaded
-from schemas.fleet import Load
-from schemas.handoff import Transfer
-from schemas.subjects import Subjects
+from inferbus.schemas import headers
+from inferbus.schemas.errors import EngineFailed, InferbusError, InvalidRequest, Overloaded
+from inferbus.schemas.fleet import Load
+from inferbus.schemas.handoff import Transfer
+from inferbus.schemas.subjects import Subjects
+from inferbus.workers.bus.interface import Stored
+from inferbus.workers.config import WorkerSettings
+from inferbus.workers.engine.scripted import ScriptedEngine
+from inferbus.workers.jobs.attempt import Attempts, Work
+from inferbus.workers.jobs.cancel import Cancels
+from inferbus.workers.jobs.delivery import Deliveries
+from inferbus.workers.jobs.job import Envelope, live
+from inferbus.workers.jobs.retry import RetryPolicy
+from inferbus.workers.jobs.scope import Scope
+from inferbus.workers.observe.metrics import Metrics, Unserved, check, serving
 from tests.support.memory import MemoryBroker, MemoryDelivery
 from tests.support.prometheus import Scrape, scrape
-from workers.bus.interface import Stored
-from workers.config import WorkerSettings
-from workers.engine.scripted import ScriptedEngine
-from workers.jobs.attempt import Attempts, Work
-from workers.jobs.cancel import Cancels
-from workers.jobs.delivery import Deliveries
-from workers.jobs.job import Envelope, live
-from workers.jobs.retry import RetryPolicy
-from workers.jobs.scope import Scope
-from workers.observe.metrics import Metrics, Unserved, check, serving
 
 SUBJECTS = Subjects()
 BODY = b'{"token_ids":[1,2]}'

@@ -9,8 +9,8 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 
-from schemas import codec, handoff
-from schemas.errors import (
+from inferbus.schemas import codec, handoff
+from inferbus.schemas.errors import (
     ContextLengthExceeded,
     EngineFailed,
     InferbusError,
@@ -19,13 +19,13 @@ from schemas.errors import (
     PrefillUnavailable,
     TransferFailed,
 )
-from schemas.fleet import Bootstrap, Capacity, Load, Signature, WorkerInfo
+from inferbus.schemas.fleet import Bootstrap, Capacity, Load, Signature, WorkerInfo
+from inferbus.workers.engine.interface import Delta, EngineInfo, Finish, Leg
+from inferbus.workers.jobs.reply import Served
+from inferbus.workers.pairing.handoff import Handoffs
+from inferbus.workers.pairing.legs import Paired, generate
+from inferbus.workers.pairing.picker import PREFIX_TOKENS, Picker
 from tests.support.eventually import eventually
-from workers.engine.interface import Delta, EngineInfo, Finish, Leg
-from workers.jobs.reply import Served
-from workers.pairing.handoff import Handoffs
-from workers.pairing.legs import Paired, generate
-from workers.pairing.picker import PREFIX_TOKENS, Picker
 
 SIGNATURE = Signature(
     model="m",
@@ -163,7 +163,7 @@ async def test_cached_tokens_are_what_prefill_says() -> None:
     assert {delta.meta["cached_tokens"] for delta in deltas} == {2}
 
 
-async def test_three_choices_get_three_rooms_and_three_ids_of_one_length_c1() -> None:
+async def test_three_choices_get_three_rooms_and_three_ids_of_one_length() -> None:
     engine, wire = FakeEngine(), FakeWire(done)
     deltas = await run(paired(engine, wire), choices=3)
     assert sorted(delta.index for delta in deltas) == [0, 0, 1, 1, 2, 2]
@@ -212,7 +212,7 @@ async def test_another_prefill_worker_is_tried_when_one_fails_before_the_first_t
     assert sorted(engine.closed) == sorted(leg.rid for leg in engine.legs)
 
 
-async def test_a_decode_result_is_not_trusted_while_prefill_has_not_said_that_it_succeeded_c6() -> None:
+async def test_a_decode_result_is_not_trusted_while_prefill_has_not_said_that_it_succeeded() -> None:
     def failed_later(order: handoff.Prefill, worker: str) -> list[handoff.FromPrefill | None]:
         return [
             handoff.Accepted(worker=worker),
@@ -230,7 +230,7 @@ async def test_a_transfer_that_failed_is_tried_on_another_prefill_worker() -> No
     assert len(wire.asked) == 2
 
 
-async def test_a_transfer_that_failed_names_the_prefill_worker_c5() -> None:
+async def test_a_transfer_that_failed_names_the_prefill_worker() -> None:
     engine = FakeEngine(fail_at=0, error=TransferFailed("lost"))
     wire = FakeWire(lambda order, worker: [handoff.Accepted(worker=worker)])
     with pytest.raises(TransferFailed, match="prefill worker p1: lost"):
@@ -286,7 +286,7 @@ async def test_prefill_that_never_finishes_is_given_up_and_aborted() -> None:
         await run(paired(engine, wire, "p1", timeout=0.02))
 
 
-async def test_leaving_early_aborts_both_legs_c8() -> None:
+async def test_leaving_early_aborts_both_legs() -> None:
     engine = FakeEngine()
     engine.hold.clear()
     wire = FakeWire(lambda order, worker: [handoff.Accepted(worker=worker)])
@@ -299,7 +299,7 @@ async def test_leaving_early_aborts_both_legs_c8() -> None:
     assert not wire.open
 
 
-def test_a_worker_with_another_signature_is_never_picked_and_the_reason_says_so_c14() -> None:
+def test_a_worker_with_another_signature_is_never_picked_and_the_reason_says_so() -> None:
     other = msgspec.structs.replace(SIGNATURE, tp=4)
     picker = Picker(SIGNATURE, lambda: [prefill_worker("p1", signature=other)])
     with pytest.raises(PrefillUnavailable, match="1 with another signature"):

@@ -8,13 +8,13 @@ import msgspec
 import pytest
 import structlog
 
-from schemas import codec, handoff
-from schemas.subjects import Subjects
+from inferbus.schemas import codec, handoff
+from inferbus.schemas.subjects import Subjects
+from inferbus.workers.bus.message import Message
+from inferbus.workers.engine.scripted import Rule, Script, ScriptedEngine
+from inferbus.workers.roles.prefill import Prefill
+from inferbus.workers.roles.slots import Slots
 from tests.support.eventually import eventually
-from workers.bus.message import Message
-from workers.engine.scripted import Rule, Script, ScriptedEngine
-from workers.roles.prefill import Prefill
-from workers.roles.slots import Slots
 
 RID = "0123456789abcdef" * 2
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.errors import (
+from inferbus.schemas.errors import (
     BY_CODE,
     Cancelled,
     ContextLengthExceeded,
@@ -23,8 +23,10 @@ from schemas.errors import (
     NotSupported,
     TransferFailed,
 )
-from schemas.fleet import Bootstrap, Role
-from schemas.requests import parse
+from inferbus.schemas.fleet import Bootstrap, Role
+from inferbus.schemas.requests import parse
+from inferbus.workers.engine.interface import Delta, Leg, Rendezvous
+from inferbus.workers.engine.scripted import ByteTokenizer, Fault, Rule, Script, ScriptedEngine, load
 from tests.support.engine_suite import (
     BODIES,
     PROMPT,
@@ -38,8 +40,6 @@ from tests.support.engine_suite import (
     texts,
 )
 from tests.support.eventually import eventually
-from workers.engine.interface import Delta, Leg, Rendezvous
-from workers.engine.scripted import ByteTokenizer, Fault, Rule, Script, ScriptedEngine, load
 
 HARD = "ď🏳️‍🌈世"
 BOOTSTRAP = Bootstrap(host="127.0.0.1", port=8998)
@@ -146,7 +146,7 @@ async def test_an_empty_answer_still_finishes() -> None:
 
 
 @pytest.mark.parametrize("per_delta", [1, 2, 3, 5])
-async def test_characters_split_over_tokens_come_whole_d1(per_delta: int) -> None:
+async def test_characters_split_over_tokens_come_whole(per_delta: int) -> None:
     engine = scripted(Rule(text=HARD, per_delta=per_delta))
     prompt = await prepared(engine, "chat")
     deltas = await played(engine, prompt.leg(0, rid=rid()))
@@ -155,14 +155,14 @@ async def test_characters_split_over_tokens_come_whole_d1(per_delta: int) -> Non
     assert await told(engine) == HARD
 
 
-async def test_a_literal_replacement_character_streams_through_d3() -> None:
+async def test_a_literal_replacement_character_streams_through() -> None:
     engine = scripted(Rule(text="prefix \ufffd after"))
     assert await told(engine) == "prefix \ufffd after"
     deltas = await played(engine)
     assert deltas[-1].text == "r"
 
 
-async def test_a_character_cut_by_the_end_comes_as_one_replacement_d5() -> None:
+async def test_a_character_cut_by_the_end_comes_as_one_replacement() -> None:
     engine = scripted(Rule(text="a🏳"))
     chunks, whole = await answered(engine, "chat", max_tokens=3)
     assert texts(chunks, "chat")[0] == "a\ufffd" == whole["choices"][0]["message"]["content"]
@@ -365,7 +365,7 @@ async def test_a_completion_echoes_its_prompt_where_asked() -> None:
     assert whole["choices"][0]["text"] == "So: Paris"
 
 
-async def test_content_parts_are_read_as_their_text_f15() -> None:
+async def test_content_parts_are_read_as_their_text() -> None:
     parts = [{"type": "text", "text": "hi "}, {"type": "text", "text": "there"}]
     engine = ScriptedEngine()
     split = await prepared(engine, "chat", messages=[{"role": "user", "content": parts}])
@@ -388,7 +388,7 @@ async def test_content_parts_are_read_as_their_text_f15() -> None:
         ("completions", {"regex": "x"}, "regex"),
     ],
 )
-async def test_what_a_script_cannot_do_is_refused_and_never_passed_over_d9(
+async def test_what_a_script_cannot_do_is_refused_and_never_passed_over(
     kind: Any, fields: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(NotSupported) as caught:
@@ -454,8 +454,8 @@ def test_a_file_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_leg_takes_its_process_down_if_scripted_so(do: str, by: signal.Signals) -> None:
     program = f"""
 import asyncio
-from workers.engine.interface import Leg
-from workers.engine.scripted import Fault, Rule, Script, ScriptedEngine
+from inferbus.workers.engine.interface import Leg
+from inferbus.workers.engine.scripted import Fault, Rule, Script, ScriptedEngine
 
 async def main():
     engine = ScriptedEngine(Script(rules=[Rule(fault=Fault(do={do!r}, at=2))]))

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from schemas.errors import Cancelled, DeadlineExceeded, Draining
-from schemas.subjects import JobKey
-from workers.jobs.scope import Scope, Scopes
-from workers.roles.slots import Slots
+from inferbus.schemas.errors import Cancelled, DeadlineExceeded, Draining
+from inferbus.schemas.subjects import JobKey
+from inferbus.workers.jobs.scope import Scope, Scopes
+from inferbus.workers.roles.slots import Slots
 
 KEY = JobKey("acme", "j")
 

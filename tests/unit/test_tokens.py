@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas import codec
-from schemas.answers import TokenChunk, TokenLogprobs, TopLogprob
-from schemas.errors import EngineFailed
-from schemas.requests import TokenRequest
-from workers.engine.interface import Delta, Finish
-from workers.engine.tokens import LOWEST_LOGPROB, TokensAnswer
+from inferbus.schemas import codec
+from inferbus.schemas.answers import TokenChunk, TokenLogprobs, TopLogprob
+from inferbus.schemas.errors import EngineFailed
+from inferbus.schemas.requests import TokenRequest
+from inferbus.workers.engine.interface import Delta, Finish
+from inferbus.workers.engine.tokens import LOWEST_LOGPROB, TokensAnswer
 
 STOP = Finish(reason="stop", matched=2)
 LENGTH = Finish(reason="length")
@@ -63,7 +63,7 @@ async def test_a_delta_that_says_nothing_makes_no_chunk() -> None:
     assert [chunk.token_ids for chunk in found] == [[5], []]
 
 
-async def test_usage_comes_with_the_last_finish_of_all_choices_e7() -> None:
+async def test_usage_comes_with_the_last_finish_of_all_choices() -> None:
     answer = answering(prompt_tokens=3, choices=2)
     found = await chunks(
         answer,

@@ -11,12 +11,12 @@ import datetime as dt
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
-from schemas.errors import BusUnavailable
-from workers.bus import jetstream
-from workers.bus.connection import Bus
-from workers.bus.errors import STREAM_NOT_FOUND, ApiError, NoResponders, NotPermitted
-from workers.bus.interface import Stored
-from workers.bus.jetstream import API, api, moment
+from inferbus.schemas.errors import BusUnavailable
+from inferbus.workers.bus import jetstream
+from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.errors import STREAM_NOT_FOUND, ApiError, NoResponders, NotPermitted
+from inferbus.workers.bus.interface import Stored
+from inferbus.workers.bus.jetstream import API, api, moment
 
 PAGE: Final = 500
 PAGE_BYTES: Final = 4 * 1024 * 1024

@@ -21,18 +21,18 @@ import structlog
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 
-from schemas.errors import BusUnavailable
-from schemas.subjects import Subjects
-from workers.bus import jetstream, natspy
-from workers.bus.dial import Events, dial
-from workers.bus.errors import NoResponders, NotPermitted
-from workers.bus.frames import check_filter
-from workers.bus.inbox import Inbox, Inboxes
-from workers.bus.interface import Stored
-from workers.bus.message import NO_HEADERS, NO_RESPONDERS, Callback, Message
-from workers.bus.watchdog import INTERVAL, Watchdog
-from workers.bus.writer import Writer
-from workers.config import BusSettings
+from inferbus.schemas.errors import BusUnavailable
+from inferbus.schemas.subjects import Subjects
+from inferbus.workers.bus import jetstream, natspy
+from inferbus.workers.bus.dial import Events, dial
+from inferbus.workers.bus.errors import NoResponders, NotPermitted
+from inferbus.workers.bus.frames import check_filter
+from inferbus.workers.bus.inbox import Inbox, Inboxes
+from inferbus.workers.bus.interface import Stored
+from inferbus.workers.bus.message import NO_HEADERS, NO_RESPONDERS, Callback, Message
+from inferbus.workers.bus.watchdog import INTERVAL, Watchdog
+from inferbus.workers.bus.writer import Writer
+from inferbus.workers.config import BusSettings
 
 log = structlog.get_logger()
 

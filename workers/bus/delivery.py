@@ -12,11 +12,11 @@ from typing import Final
 import msgspec
 import structlog
 
-from schemas.errors import BusUnavailable
-from workers.bus.connection import Bus
-from workers.bus.errors import NoResponders
-from workers.bus.interface import Stored
-from workers.bus.message import Message
+from inferbus.schemas.errors import BusUnavailable
+from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.errors import NoResponders
+from inferbus.workers.bus.interface import Stored
+from inferbus.workers.bus.message import Message
 
 log = structlog.get_logger()
 

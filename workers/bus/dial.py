@@ -11,9 +11,9 @@ from typing import Any, Final
 import nats.errors
 from nats.aio.client import Server
 
-from schemas.errors import BusUnavailable
-from workers.bus import natspy
-from workers.config import BusSettings, hide_userinfo
+from inferbus.schemas.errors import BusUnavailable
+from inferbus.workers.bus import natspy
+from inferbus.workers.config import BusSettings, hide_userinfo
 
 RECONNECT_FIRST: Final = 0.1
 RECONNECT_LAST: Final = 2.0

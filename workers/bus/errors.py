@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from schemas.errors import BusUnavailable
+from inferbus.schemas.errors import BusUnavailable
 
 WRONG_LAST_SEQUENCE: Final = frozenset({10071, 10164})
 """The subject already holds a message that the publisher did not expect."""

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from schemas.errors import InvalidSubject, PayloadTooLarge
+from inferbus.schemas.errors import InvalidSubject, PayloadTooLarge
 
 MARGIN: Final = 64
 """Kept free of the server's `max_payload`."""

@@ -1,6 +1,6 @@
 """What the delivery contract needs of a broker.
 
-`workers.jobs` is written against this, so that the same code runs over NATS
+`inferbus.workers.jobs` is written against this, so that the same code runs over NATS
 and over a simulated broker with virtual time.
 """
 

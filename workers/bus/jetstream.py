@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from schemas import headers as names
-from schemas.errors import BusUnavailable
-from workers.bus.errors import (
+from inferbus.schemas import headers as names
+from inferbus.schemas.errors import BusUnavailable
+from inferbus.workers.bus.errors import (
     FULL,
     JETSTREAM_OFF,
     NOT_FOUND,
@@ -27,11 +27,11 @@ from workers.bus.errors import (
     ApiError,
     NoResponders,
 )
-from workers.bus.interface import Stored
-from workers.bus.message import Message
+from inferbus.workers.bus.interface import Stored
+from inferbus.workers.bus.message import Message
 
 if TYPE_CHECKING:
-    from workers.bus.connection import Bus
+    from inferbus.workers.bus.connection import Bus
 
 API: Final = "$JS.API"
 RETRIES: Final = 2

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from typing import Any, Final
 
-from schemas import fleet
-from schemas.subjects import JobClass, Subjects, escape
-from workers.config import MIB, StreamSettings
+from inferbus.schemas import fleet
+from inferbus.schemas.subjects import JobClass, Subjects, escape
+from inferbus.workers.config import MIB, StreamSettings
 
 JOBS: Final = "INFER_JOBS"
 STREAM: Final = "INFER_STREAM"

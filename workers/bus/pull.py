@@ -30,13 +30,13 @@ from typing import Final
 import msgspec
 import structlog
 
-from schemas.errors import BusUnavailable, Draining, InferbusError
-from workers.bus.connection import Bus, Subscription
-from workers.bus.delivery import AckSubject, Heartbeats, NatsDelivery
-from workers.bus.errors import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, ApiError
-from workers.bus.fairness import Fair
-from workers.bus.jetstream import API, api
-from workers.bus.message import Message
+from inferbus.schemas.errors import BusUnavailable, Draining, InferbusError
+from inferbus.workers.bus.connection import Bus, Subscription
+from inferbus.workers.bus.delivery import AckSubject, Heartbeats, NatsDelivery
+from inferbus.workers.bus.errors import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, ApiError
+from inferbus.workers.bus.fairness import Fair
+from inferbus.workers.bus.jetstream import API, api
+from inferbus.workers.bus.message import Message
 
 log = structlog.get_logger()
 

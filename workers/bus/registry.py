@@ -17,14 +17,14 @@ from typing import Final
 import msgspec
 import structlog
 
-from schemas import fleet
-from schemas.errors import BusUnavailable
-from schemas.fleet import Load, Role, State, WorkerInfo
-from schemas.subjects import escape
-from workers.bus import layout
-from workers.bus.connection import Bus, Subscription
-from workers.bus.message import Message
-from workers.config import WorkerSettings
+from inferbus.schemas import fleet
+from inferbus.schemas.errors import BusUnavailable
+from inferbus.schemas.fleet import Load, Role, State, WorkerInfo
+from inferbus.schemas.subjects import escape
+from inferbus.workers.bus import layout
+from inferbus.workers.bus.connection import Bus, Subscription
+from inferbus.workers.bus.message import Message
+from inferbus.workers.config import WorkerSettings
 
 log = structlog.get_logger()
 

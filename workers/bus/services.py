@@ -18,10 +18,10 @@ from typing import Any, Final
 import msgspec
 import structlog
 
-from schemas.errors import InferbusError
-from schemas.subjects import LIVE_OWNER
-from workers.bus.connection import Bus, Subscription
-from workers.bus.message import Message
+from inferbus.schemas.errors import InferbusError
+from inferbus.schemas.subjects import LIVE_OWNER
+from inferbus.workers.bus.connection import Bus, Subscription
+from inferbus.workers.bus.message import Message
 
 log = structlog.get_logger()
 

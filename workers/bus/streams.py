@@ -12,14 +12,14 @@ from typing import Any, Final
 
 import msgspec
 
-from schemas.subjects import CLASSES, JobClass
-from workers.bus import layout
-from workers.bus.connection import Bus
-from workers.bus.differences import differences, strengthened
-from workers.bus.errors import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, ApiError, ProvisionError
-from workers.bus.jetstream import api
-from workers.bus.pull import JobQueue, Lane
-from workers.config import StreamSettings, WorkerSettings
+from inferbus.schemas.subjects import CLASSES, JobClass
+from inferbus.workers.bus import layout
+from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.differences import differences, strengthened
+from inferbus.workers.bus.errors import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, ApiError, ProvisionError
+from inferbus.workers.bus.jetstream import api
+from inferbus.workers.bus.pull import JobQueue, Lane
+from inferbus.workers.config import StreamSettings, WorkerSettings
 
 _IN_USE: Final = frozenset({10058, 10148, 10013})
 """Stream, consumer, consumer of an old server: there already, with another configuration."""

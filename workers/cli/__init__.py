@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from workers.cli.main import main
+from inferbus.workers.cli.main import main
 
 __all__ = ["main"]

@@ -1,9 +1,9 @@
-"""`python -m workers.cli`."""
+"""`python -m inferbus.workers.cli`."""
 
 from __future__ import annotations
 
 import sys
 
-from workers.cli.main import main
+from inferbus.workers.cli.main import main
 
 sys.exit(main())

@@ -9,12 +9,12 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from schemas import codec
-from schemas.answers import TokenChunk
-from schemas.errors import UndecodableBody
-from workers.cli.options import Command, settings_options
-from workers.cli.running import OWNER_ENV, model_or_only, with_client
-from workers.client import Client, LiveStream, Restarted, Stats, Stream, text
+from inferbus.schemas import codec
+from inferbus.schemas.answers import TokenChunk
+from inferbus.schemas.errors import UndecodableBody
+from inferbus.workers.cli.options import Command, settings_options
+from inferbus.workers.cli.running import OWNER_ENV, model_or_only, with_client
+from inferbus.workers.client import Client, LiveStream, Restarted, Stats, Stream, text
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -7,14 +7,14 @@ from typing import Any, Final
 
 import click
 
-from schemas import codec
-from schemas.errors import CallerError
-from workers.cli.options import Command, settings_options
-from workers.cli.running import EXIT_FAILED, complain, with_client
-from workers.cli.tables import moment, plain, print_table, size, span
-from workers.client import Client
-from workers.client.operator import Operator
-from workers.client.records import Letter
+from inferbus.schemas import codec
+from inferbus.schemas.errors import CallerError
+from inferbus.workers.cli.options import Command, settings_options
+from inferbus.workers.cli.running import EXIT_FAILED, complain, with_client
+from inferbus.workers.cli.tables import moment, plain, print_table, size, span
+from inferbus.workers.client import Client
+from inferbus.workers.client.operator import Operator
+from inferbus.workers.client.records import Letter
 
 _SEQUENCE: Final = click.IntRange(min=1)
 

@@ -7,13 +7,13 @@ from typing import Any, get_args
 
 import click
 
-from schemas import codec
-from schemas.fleet import Role, WorkerInfo
-from workers.cli.options import Command, settings_options
-from workers.cli.queues import paused
-from workers.cli.running import EXIT_FAILED, complain, with_client
-from workers.cli.tables import plain, print_table
-from workers.client import Client
+from inferbus.schemas import codec
+from inferbus.schemas.fleet import Role, WorkerInfo
+from inferbus.workers.cli.options import Command, settings_options
+from inferbus.workers.cli.queues import paused
+from inferbus.workers.cli.running import EXIT_FAILED, complain, with_client
+from inferbus.workers.cli.tables import plain, print_table
+from inferbus.workers.client import Client
 
 
 @click.command(cls=Command)

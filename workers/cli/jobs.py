@@ -6,15 +6,15 @@ from typing import Any, BinaryIO
 
 import click
 
-from schemas import codec
-from schemas.errors import InferbusError
-from schemas.subjects import CLASSES, KINDS, JobClass, Kind
-from workers.cli.ask import owned, show
-from workers.cli.options import Command, settings_options
-from workers.cli.running import with_client
-from workers.client import Client, Job, Result
-from workers.client.deltas import explode
-from workers.client.stream import text
+from inferbus.schemas import codec
+from inferbus.schemas.errors import InferbusError
+from inferbus.schemas.subjects import CLASSES, KINDS, JobClass, Kind
+from inferbus.workers.cli.ask import owned, show
+from inferbus.workers.cli.options import Command, settings_options
+from inferbus.workers.cli.running import with_client
+from inferbus.workers.client import Client, Job, Result
+from inferbus.workers.client.deltas import explode
+from inferbus.workers.client.stream import text
 
 
 @click.command(cls=Command)

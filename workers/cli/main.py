@@ -39,7 +39,7 @@ class _Lazy(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in _COMMANDS:
             return super().get_command(ctx, name)
-        module = importlib.import_module(f"workers.cli.{_COMMANDS[name]}")
+        module = importlib.import_module(f"inferbus.workers.cli.{_COMMANDS[name]}")
         command: click.Command = getattr(module, name)
         return command
 

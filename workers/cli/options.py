@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from workers.config import ConfigError, Option, Settings, options, resolve
+from inferbus.workers.config import ConfigError, Option, Settings, options, resolve
 
 F = TypeVar("F", bound=Callable[..., Any])
 

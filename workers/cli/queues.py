@@ -9,16 +9,16 @@ from typing import Any, Final
 
 import click
 
-from schemas import codec
-from schemas.errors import BusUnavailable
-from schemas.subjects import CLASSES, JobClass
-from workers.bus.connection import Bus
-from workers.cli.options import Command, settings_options
-from workers.cli.running import EXIT_FAILED, complain, with_client
-from workers.cli.tables import moment, plain, print_table, size, span
-from workers.client import Client
-from workers.client.operator import Operator
-from workers.client.records import NO_END, JobReport, Queue, QueuedJob
+from inferbus.schemas import codec
+from inferbus.schemas.errors import BusUnavailable
+from inferbus.schemas.subjects import CLASSES, JobClass
+from inferbus.workers.bus.connection import Bus
+from inferbus.workers.cli.options import Command, settings_options
+from inferbus.workers.cli.running import EXIT_FAILED, complain, with_client
+from inferbus.workers.cli.tables import moment, plain, print_table, size, span
+from inferbus.workers.client import Client
+from inferbus.workers.client.operator import Operator
+from inferbus.workers.client.records import NO_END, JobReport, Queue, QueuedJob
 
 LIMIT: Final = 50
 _LENGTH: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd]?)")

@@ -10,11 +10,11 @@ from typing import Any, Final
 
 import click
 
-from schemas.errors import BusUnavailable, InferbusError, NoWorker
-from workers.cli.options import settings_of
-from workers.client import Client, TimedOut
-from workers.config import Settings
-from workers.observe import logs
+from inferbus.schemas.errors import BusUnavailable, InferbusError, NoWorker
+from inferbus.workers.cli.options import settings_of
+from inferbus.workers.client import Client, TimedOut
+from inferbus.workers.config import Settings
+from inferbus.workers.observe import logs
 
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2

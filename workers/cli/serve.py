@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 import click
 
-from schemas.fleet import Role
-from schemas.subjects import escape
-from workers.cli.options import Command, settings_of, settings_options
-from workers.cli.running import EXIT_FAILED, guarded
-from workers.observe import logs
+from inferbus.schemas.fleet import Role
+from inferbus.schemas.subjects import escape
+from inferbus.workers.cli.options import Command, settings_of, settings_options
+from inferbus.workers.cli.running import EXIT_FAILED, guarded
+from inferbus.workers.observe import logs
 
 if TYPE_CHECKING:
-    from workers.stack.local import LocalStack
-    from workers.stack.mps import Mps
+    from inferbus.workers.stack.local import LocalStack
+    from inferbus.workers.stack.mps import Mps
 
 DEMO: Final = "smollm2-135m-instruct"
 _PASSING: Final = {"ignore_unknown_options": True}
@@ -47,7 +47,7 @@ def worker(role: Role, scripted: Path | None, engine_flags: tuple[str, ...], **o
     settings = settings_of(options)
     if scripted is not None and engine_flags:
         raise click.UsageError(f"a scripted worker takes no SGLang flags: {' '.join(engine_flags)}")
-    from workers.roles import run
+    from inferbus.workers.roles import run
 
     return run(role, settings, engine_flags, scripted=scripted)
 
@@ -77,7 +77,7 @@ def up(**options: Any) -> int:
     A server with JetStream, a prefill worker and a decode worker, until Ctrl-C. Every flag of SGLang's server
     passes through unchanged to both workers.
     """
-    from workers.stack.errors import StackError
+    from inferbus.workers.stack.errors import StackError
 
     if options["mps"] and options["aggregated"]:
         raise click.UsageError("--mps is for two workers that share a GPU; --aggregated starts one")
@@ -99,9 +99,9 @@ async def _up(
     scripted: Path | None,
     engine_flags: tuple[str, ...],
 ) -> int:
-    from workers.stack.flags import placement
-    from workers.stack.local import LocalStack
-    from workers.stack.mps import Mps
+    from inferbus.workers.stack.flags import placement
+    from inferbus.workers.stack.local import LocalStack
+    from inferbus.workers.stack.mps import Mps
 
     place = await asyncio.to_thread(placement, shared=mps)
     name = served_model or ("scripted" if scripted else _short(model_path) if model_path else DEMO)
@@ -171,7 +171,7 @@ def _program() -> str:
 
 
 def _demo_model() -> Path:
-    from workers.stack import models
+    from inferbus.workers.stack import models
 
     said: set[str] = set()
 

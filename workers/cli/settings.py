@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from workers.cli.options import Command, settings_of, settings_options
-from workers.config import HIDDEN, Option, Settings, hide_userinfo, options
+from inferbus.workers.cli.options import Command, settings_of, settings_options
+from inferbus.workers.config import HIDDEN, Option, Settings, hide_userinfo, options
 
 
 @click.command(cls=Command)

@@ -6,14 +6,14 @@ from typing import Any
 
 import click
 
-from schemas import codec
-from workers.cli.options import Command, settings_of, settings_options
-from workers.cli.queues import state
-from workers.cli.running import EXIT_FAILED, complain, run
-from workers.cli.tables import print_table, size, span
-from workers.client import Client
-from workers.client.operator import Operator
-from workers.client.survey import StreamState
+from inferbus.schemas import codec
+from inferbus.workers.cli.options import Command, settings_of, settings_options
+from inferbus.workers.cli.queues import state
+from inferbus.workers.cli.running import EXIT_FAILED, complain, run
+from inferbus.workers.cli.tables import print_table, size, span
+from inferbus.workers.client import Client
+from inferbus.workers.client.operator import Operator
+from inferbus.workers.client.survey import StreamState
 
 
 @click.command(cls=Command)

@@ -5,15 +5,15 @@ See docs/client.md.
 
 from __future__ import annotations
 
-from workers.client.assembler import Outcome, Restarted
-from workers.client.client import Client
-from workers.client.durable import JobStream
-from workers.client.errors import AnswerLost, TimedOut, WorkerLost
-from workers.client.jobs import Job
-from workers.client.live import LiveStream
-from workers.client.messages import Answer, Chunk, Result
-from workers.client.stats import Stats
-from workers.client.stream import Stream, text
+from inferbus.workers.client.assembler import Outcome, Restarted
+from inferbus.workers.client.client import Client
+from inferbus.workers.client.durable import JobStream
+from inferbus.workers.client.errors import AnswerLost, TimedOut, WorkerLost
+from inferbus.workers.client.jobs import Job
+from inferbus.workers.client.live import LiveStream
+from inferbus.workers.client.messages import Answer, Chunk, Result
+from inferbus.workers.client.stats import Stats
+from inferbus.workers.client.stream import Stream, text
 
 __all__ = [
     "Answer",

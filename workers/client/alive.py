@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from schemas.subjects import LIVE_OWNER
-from workers.bus.connection import Bus
-from workers.bus.message import NO_RESPONDERS, Message
-from workers.client.errors import WorkerLost
+from inferbus.schemas.subjects import LIVE_OWNER
+from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.message import NO_RESPONDERS, Message
+from inferbus.workers.client.errors import WorkerLost
 
 ASK_AFTER: Final = 5.0
 """Seconds of silence after which to ask."""

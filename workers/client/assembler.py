@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import msgspec
 
-from schemas.answers import TokenChunk
-from schemas.errors import InferbusError
-from schemas.headers import Status
-from workers.client.deltas import Diverged, Given, Shown, explode
-from workers.client.messages import Chunk, End, Failure, Message, Piece, Result, Whole, error_of
+from inferbus.schemas.answers import TokenChunk
+from inferbus.schemas.errors import InferbusError
+from inferbus.schemas.headers import Status
+from inferbus.workers.client.deltas import Diverged, Given, Shown, explode
+from inferbus.workers.client.messages import Chunk, End, Failure, Message, Piece, Result, Whole, error_of
 
 
 class Restarted(msgspec.Struct, frozen=True):

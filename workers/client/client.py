@@ -20,24 +20,24 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import structlog
 
-from schemas import codec, headers
-from schemas.answers import TokenChunk
-from schemas.errors import InvalidSubject
-from schemas.fleet import BUCKET, WorkerInfo
-from schemas.subjects import LIVE_OWNER, JobClass, Kind, escape
-from workers.bus import layout
-from workers.bus.connection import Bus
-from workers.bus.errors import NOT_FOUND, ApiError
-from workers.bus.interface import Stored
-from workers.client.durable import JobStream
-from workers.client.jobs import Job, hand_in, stop
-from workers.client.live import LiveStream
-from workers.client.messages import Result
-from workers.client.outgoing import Deadline, body_of, checked_id, headers_of
-from workers.client.results import Results
-from workers.client.stream import Stream
-from workers.config import BusSettings
-from workers.observe import logs
+from inferbus.schemas import codec, headers
+from inferbus.schemas.answers import TokenChunk
+from inferbus.schemas.errors import InvalidSubject
+from inferbus.schemas.fleet import BUCKET, WorkerInfo
+from inferbus.schemas.subjects import LIVE_OWNER, JobClass, Kind, escape
+from inferbus.workers.bus import layout
+from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.errors import NOT_FOUND, ApiError
+from inferbus.workers.bus.interface import Stored
+from inferbus.workers.client.durable import JobStream
+from inferbus.workers.client.jobs import Job, hand_in, stop
+from inferbus.workers.client.live import LiveStream
+from inferbus.workers.client.messages import Result
+from inferbus.workers.client.outgoing import Deadline, body_of, checked_id, headers_of
+from inferbus.workers.client.results import Results
+from inferbus.workers.client.stream import Stream
+from inferbus.workers.config import BusSettings
+from inferbus.workers.observe import logs
 
 log = structlog.get_logger()
 

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import msgspec
 
-from schemas.answers import TokenAnswer, TokenChunk
-from workers.client.messages import Answer, Chunk
+from inferbus.schemas.answers import TokenAnswer, TokenChunk
+from inferbus.workers.client.messages import Answer, Chunk
 
 _TEXTS: Final = frozenset({"content", "reasoning_content", "refusal", "text", "arguments"})
 """Strings that grow."""

@@ -13,18 +13,18 @@ from typing import Any
 
 import msgspec
 
-from schemas.errors import BusUnavailable
-from workers.bus import layout
-from workers.bus.connection import Bus, Subscription
-from workers.bus.errors import NOT_FOUND, ApiError, NotPermitted
-from workers.bus.interface import Stored
-from workers.bus.message import Message
-from workers.client.assembler import Event, Restarted
-from workers.client.errors import TimedOut
-from workers.client.jobs import Job, stop
-from workers.client.messages import Chunk, read, submission
-from workers.client.results import FIRST_LOOK, LAST_LOOK, Results
-from workers.client.stream import Stream
+from inferbus.schemas.errors import BusUnavailable
+from inferbus.workers.bus import layout
+from inferbus.workers.bus.connection import Bus, Subscription
+from inferbus.workers.bus.errors import NOT_FOUND, ApiError, NotPermitted
+from inferbus.workers.bus.interface import Stored
+from inferbus.workers.bus.message import Message
+from inferbus.workers.client.assembler import Event, Restarted
+from inferbus.workers.client.errors import TimedOut
+from inferbus.workers.client.jobs import Job, stop
+from inferbus.workers.client.messages import Chunk, read, submission
+from inferbus.workers.client.results import FIRST_LOOK, LAST_LOOK, Results
+from inferbus.workers.client.stream import Stream
 
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
 

@@ -1,8 +1,8 @@
-"""What only a client can run into; everything else is `schemas.errors`."""
+"""What only a client can run into; everything else is `inferbus.schemas.errors`."""
 
 from __future__ import annotations
 
-from schemas.errors import InfrastructureError
+from inferbus.schemas.errors import InfrastructureError
 
 
 class TimedOut(InfrastructureError):

@@ -8,12 +8,12 @@ from typing import Final
 
 import msgspec
 
-from schemas import headers
-from schemas.errors import BusUnavailable, Overloaded
-from workers.bus.connection import Bus
-from workers.bus.errors import NoResponders, NotPermitted
-from workers.bus.message import Message
-from workers.client.messages import submission
+from inferbus.schemas import headers
+from inferbus.schemas.errors import BusUnavailable, Overloaded
+from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.errors import NoResponders, NotPermitted
+from inferbus.workers.bus.message import Message
+from inferbus.workers.client.messages import submission
 
 RETRIES: Final = 2
 RETRY_PAUSE: Final = 0.25

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Final, TypeVar
 
-from schemas.errors import InferbusError
-from schemas.subjects import LIVE_OWNER
-from workers.bus.connection import Bus
-from workers.bus.errors import NotPermitted
-from workers.bus.message import Message
-from workers.client.alive import ASK_AFTER, ASK_EVERY, Question
-from workers.client.assembler import Event
-from workers.client.errors import AnswerLost, TimedOut
-from workers.client.messages import read
-from workers.client.stream import Stream
+from inferbus.schemas.errors import InferbusError
+from inferbus.schemas.subjects import LIVE_OWNER
+from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.errors import NotPermitted
+from inferbus.workers.bus.message import Message
+from inferbus.workers.client.alive import ASK_AFTER, ASK_EVERY, Question
+from inferbus.workers.client.assembler import Event
+from inferbus.workers.client.errors import AnswerLost, TimedOut
+from inferbus.workers.client.messages import read
+from inferbus.workers.client.stream import Stream
 
 C = TypeVar("C")
 

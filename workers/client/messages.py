@@ -12,9 +12,9 @@ from typing import Any, Final, TypeVar, get_args
 
 import msgspec
 
-from schemas import headers
-from schemas.answers import TokenAnswer, TokenChunk
-from schemas.errors import (
+from inferbus.schemas import headers
+from inferbus.schemas.answers import TokenAnswer, TokenChunk
+from inferbus.schemas.errors import (
     Cancelled,
     DeadlineExceeded,
     ErrorBody,
@@ -23,7 +23,7 @@ from schemas.errors import (
     NoWorker,
     from_body,
 )
-from schemas.headers import Continuation, Status
+from inferbus.schemas.headers import Continuation, Status
 
 T = TypeVar("T")
 

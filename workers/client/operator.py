@@ -16,16 +16,16 @@ from typing import Final
 
 import msgspec
 
-from schemas import headers
-from schemas.errors import BusUnavailable, InferbusError, InvalidSubject
-from schemas.subjects import CLASSES, JobClass, escape
-from workers.bus import browse, layout
-from workers.bus.connection import Bus
-from workers.bus.errors import CONSUMER_NOT_FOUND, NOT_FOUND, ApiError
-from workers.bus.interface import Stored
-from workers.client.jobs import Job, hand_in, stop
-from workers.client.messages import read_result, submission
-from workers.client.records import (
+from inferbus.schemas import headers
+from inferbus.schemas.errors import BusUnavailable, InferbusError, InvalidSubject
+from inferbus.schemas.subjects import CLASSES, JobClass, escape
+from inferbus.workers.bus import browse, layout
+from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.errors import CONSUMER_NOT_FOUND, NOT_FOUND, ApiError
+from inferbus.workers.bus.interface import Stored
+from inferbus.workers.client.jobs import Job, hand_in, stop
+from inferbus.workers.client.messages import read_result, submission
+from inferbus.workers.client.records import (
     NO_END,
     CancelMark,
     Ending,
@@ -37,8 +37,8 @@ from workers.client.records import (
     job_id,
     number,
 )
-from workers.client.survey import StreamState, adopt, survey
-from workers.config import Settings
+from inferbus.workers.client.survey import StreamState, adopt, survey
+from inferbus.workers.config import Settings
 
 _LETTERS_OWN: Final = frozenset(
     {

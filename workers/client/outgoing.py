@@ -8,9 +8,9 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, Final
 
-from schemas import headers
-from schemas.errors import InvalidRequest
-from schemas.subjects import Kind, escape
+from inferbus.schemas import headers
+from inferbus.schemas.errors import InvalidRequest
+from inferbus.schemas.subjects import Kind, escape
 
 _ID: Final = re.compile(r"[!-~]+")
 

@@ -8,12 +8,12 @@ from typing import Any, Final
 
 import msgspec
 
-from schemas import headers
-from schemas.errors import InvalidSubject
-from schemas.headers import Status
-from schemas.subjects import JobAddress, JobClass, Kind, Subjects, escape, unescape
-from workers.bus.interface import Stored
-from workers.bus.jetstream import moment
+from inferbus.schemas import headers
+from inferbus.schemas.errors import InvalidSubject
+from inferbus.schemas.headers import Status
+from inferbus.schemas.subjects import JobAddress, JobClass, Kind, Subjects, escape, unescape
+from inferbus.workers.bus.interface import Stored
+from inferbus.workers.bus.jetstream import moment
 
 NO_END: Final = dt.timedelta(days=3650)
 """How long a pause without an end is asked for; one that is a year or more away counts as such."""

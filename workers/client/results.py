@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from schemas.errors import BusUnavailable
-from workers.bus import layout
-from workers.bus.connection import Bus
-from workers.client.errors import TimedOut
-from workers.client.jobs import Job
-from workers.client.messages import Result, read_result
+from inferbus.schemas.errors import BusUnavailable
+from inferbus.workers.bus import layout
+from inferbus.workers.bus.connection import Bus
+from inferbus.workers.client.errors import TimedOut
+from inferbus.workers.client.jobs import Job
+from inferbus.workers.client.messages import Result, read_result
 
 FIRST_LOOK: Final = 1.0
 LAST_LOOK: Final = 10.0

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from schemas.answers import Usage
-from workers.client.stream import Stream
+from inferbus.schemas.answers import Usage
+from inferbus.workers.client.stream import Stream
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):

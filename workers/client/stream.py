@@ -12,13 +12,13 @@ from typing import Any, Final, Generic, Self, TypeVar, cast
 
 import msgspec
 
-from schemas.answers import TokenChunk, Usage
-from schemas.errors import BusUnavailable, Cancelled, InferbusError
-from schemas.headers import Status
-from workers.bus.message import Message
-from workers.client.assembler import Assembler, Event, Outcome, Restarted
-from workers.client.deltas import whole
-from workers.client.messages import Answer
+from inferbus.schemas.answers import TokenChunk, Usage
+from inferbus.schemas.errors import BusUnavailable, Cancelled, InferbusError
+from inferbus.schemas.headers import Status
+from inferbus.workers.bus.message import Message
+from inferbus.workers.client.assembler import Assembler, Event, Outcome, Restarted
+from inferbus.workers.client.deltas import whole
+from inferbus.workers.client.messages import Answer
 
 E = TypeVar("E")
 

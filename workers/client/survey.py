@@ -7,14 +7,14 @@ from typing import Any
 
 import msgspec
 
-from schemas.subjects import JobAddress
-from workers.bus import browse, layout
-from workers.bus.connection import Bus
-from workers.bus.differences import differences
-from workers.bus.errors import NOT_FOUND, ApiError
-from workers.bus.streams import job_consumers, provision
-from workers.client.records import Queue, queue_address
-from workers.config import Settings
+from inferbus.schemas.subjects import JobAddress
+from inferbus.workers.bus import browse, layout
+from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.differences import differences
+from inferbus.workers.bus.errors import NOT_FOUND, ApiError
+from inferbus.workers.bus.streams import job_consumers, provision
+from inferbus.workers.client.records import Queue, queue_address
+from inferbus.workers.config import Settings
 
 
 class ConsumerState(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from schemas.fleet import Bootstrap, Capacity, Signature
-from schemas.handoff import Transfer
-from schemas.requests import AnyRequest
-from schemas.subjects import Kind
+from inferbus.schemas.fleet import Bootstrap, Capacity, Signature
+from inferbus.schemas.handoff import Transfer
+from inferbus.schemas.requests import AnyRequest
+from inferbus.schemas.subjects import Kind
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):

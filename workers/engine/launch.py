@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from schemas.fleet import Role
-from workers.config import WorkerSettings
-from workers.engine.interface import Engine
+from inferbus.schemas.fleet import Role
+from inferbus.workers.config import WorkerSettings
+from inferbus.workers.engine.interface import Engine
 
 
 async def launch(role: Role, settings: WorkerSettings, argv: Sequence[str], scripted: Path | None) -> Engine:
@@ -23,10 +23,10 @@ async def launch(role: Role, settings: WorkerSettings, argv: Sequence[str], scri
         InferbusError: It cannot be started; the message says why in one line.
     """
     if scripted is not None:
-        from workers.engine.scripted import ScriptedEngine, load
+        from inferbus.workers.engine.scripted import ScriptedEngine, load
 
         return ScriptedEngine(load(scripted), role=role, model=settings.model or "scripted")
-    from workers.engine.sglang import SGLangEngine
+    from inferbus.workers.engine.sglang import SGLangEngine
 
     return await SGLangEngine.launch(
         argv,

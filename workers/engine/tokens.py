@@ -11,7 +11,7 @@ import math
 from collections.abc import AsyncGenerator, AsyncIterable
 from typing import Any, Final
 
-from schemas.answers import (
+from inferbus.schemas.answers import (
     PromptTokensDetails,
     TokenAnswer,
     TokenChoice,
@@ -20,16 +20,16 @@ from schemas.answers import (
     TopLogprob,
     Usage,
 )
-from schemas.errors import EngineFailed
-from schemas.requests import TokenRequest
-from workers.engine.interface import Delta
+from inferbus.schemas.errors import EngineFailed
+from inferbus.schemas.requests import TokenRequest
+from inferbus.workers.engine.interface import Delta
 
 LOWEST_LOGPROB: Final = -9999.0
 """Stands for the logarithm of 0, which JSON cannot write; as in OpenAI's API."""
 
 
 class TokensAnswer:
-    """`workers.engine.interface.Answer` of the kind `tokens`; used once.
+    """`inferbus.workers.engine.interface.Answer` of the kind `tokens`; used once.
 
     The chunks come with an empty `job`, attempt 0 and `seq` 0, for the role to set.
 

@@ -9,14 +9,14 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import structlog
 
-from schemas import headers
-from schemas.errors import Cancelled, DeadlineExceeded, InferbusError, InternalError
-from schemas.requests import AnyRequest
-from workers.bus.interface import Broker
-from workers.jobs.history import Point
-from workers.jobs.job import Envelope, Job
-from workers.jobs.reply import Reply, Served, error_body
-from workers.jobs.scope import Scope, Scopes
+from inferbus.schemas import headers
+from inferbus.schemas.errors import Cancelled, DeadlineExceeded, InferbusError, InternalError
+from inferbus.schemas.requests import AnyRequest
+from inferbus.workers.bus.interface import Broker
+from inferbus.workers.jobs.history import Point
+from inferbus.workers.jobs.job import Envelope, Job
+from inferbus.workers.jobs.reply import Reply, Served, error_body
+from inferbus.workers.jobs.scope import Scope, Scopes
 
 log = structlog.get_logger()
 

@@ -14,12 +14,12 @@ from typing import Final
 
 import structlog
 
-from schemas import headers
-from schemas.errors import BusUnavailable, Cancelled, InvalidSubject
-from schemas.subjects import Subjects
-from workers.bus.interface import Broker, Stored
-from workers.bus.layout import CANCEL
-from workers.jobs.scope import Scope, Scopes
+from inferbus.schemas import headers
+from inferbus.schemas.errors import BusUnavailable, Cancelled, InvalidSubject
+from inferbus.schemas.subjects import Subjects
+from inferbus.workers.bus.interface import Broker, Stored
+from inferbus.workers.bus.layout import CANCEL
+from inferbus.workers.jobs.scope import Scope, Scopes
 
 log = structlog.get_logger()
 

@@ -26,8 +26,8 @@ from typing import Final, Literal, TypeVar, cast
 import msgspec
 import structlog
 
-from schemas import headers
-from schemas.errors import (
+from inferbus.schemas import headers
+from inferbus.schemas.errors import (
     AttemptsExhausted,
     BusUnavailable,
     CallerError,
@@ -37,20 +37,20 @@ from schemas.errors import (
     LeaseLost,
     PayloadTooLarge,
 )
-from schemas.subjects import Subjects
-from workers.bus.interface import Broker, Delivery, Stored
-from workers.bus.layout import RESULTS
-from workers.bus.layout import STREAM as CHUNKS
-from workers.jobs import cancel
-from workers.jobs.attempt import Attempts, Outcome, facts
-from workers.jobs.cancel import Cancels
-from workers.jobs.duplicate import origin, repeats
-from workers.jobs.history import Point, points
-from workers.jobs.job import Envelope, Job, durable
-from workers.jobs.last import LAST_ATTEMPTS, LastAttempts, given_up
-from workers.jobs.reply import Reply, Served, error_body, served_headers
-from workers.jobs.retry import RetryPolicy
-from workers.jobs.scope import Scope
+from inferbus.schemas.subjects import Subjects
+from inferbus.workers.bus.interface import Broker, Delivery, Stored
+from inferbus.workers.bus.layout import RESULTS
+from inferbus.workers.bus.layout import STREAM as CHUNKS
+from inferbus.workers.jobs import cancel
+from inferbus.workers.jobs.attempt import Attempts, Outcome, facts
+from inferbus.workers.jobs.cancel import Cancels
+from inferbus.workers.jobs.duplicate import origin, repeats
+from inferbus.workers.jobs.history import Point, points
+from inferbus.workers.jobs.job import Envelope, Job, durable
+from inferbus.workers.jobs.last import LAST_ATTEMPTS, LastAttempts, given_up
+from inferbus.workers.jobs.reply import Reply, Served, error_body, served_headers
+from inferbus.workers.jobs.retry import RetryPolicy
+from inferbus.workers.jobs.scope import Scope
 
 log = structlog.get_logger()
 

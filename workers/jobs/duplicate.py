@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import datetime as dt
 
-from schemas import headers
-from workers.bus.interface import Stored
+from inferbus.schemas import headers
+from inferbus.workers.bus.interface import Stored
 
 
 def origin(message: Stored) -> dict[str, str]:

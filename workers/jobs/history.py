@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from schemas import headers
-from schemas.headers import Continuation
-from workers.bus.interface import Stored
+from inferbus.schemas import headers
+from inferbus.schemas.headers import Continuation
+from inferbus.workers.bus.interface import Stored
 
 
 class Said(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import msgspec
 
-from schemas import codec, headers, requests
-from schemas.errors import InvalidSubject, UnsupportedContentType
-from schemas.subjects import LIVE_OWNER, JobClass, JobKey, Kind, Subjects, escape
-from workers.bus.interface import Stored
+from inferbus.schemas import codec, headers, requests
+from inferbus.schemas.errors import InvalidSubject, UnsupportedContentType
+from inferbus.schemas.subjects import LIVE_OWNER, JobClass, JobKey, Kind, Subjects, escape
+from inferbus.workers.bus.interface import Stored
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,12 +14,12 @@ from typing import Final
 
 import msgspec
 
-from schemas import headers
-from schemas.answers import Retrying
-from schemas.subjects import Subjects
-from workers.bus.interface import Broker, Stored
-from workers.bus.layout import RESULTS
-from workers.jobs.job import Job
+from inferbus.schemas import headers
+from inferbus.schemas.answers import Retrying
+from inferbus.schemas.subjects import Subjects
+from inferbus.workers.bus.interface import Broker, Stored
+from inferbus.workers.bus.layout import RESULTS
+from inferbus.workers.jobs.job import Job
 
 LAST_ATTEMPTS: Final = 2
 """So many for a job: one may be lost to NATS being away at the wrong moment, or to another killer."""

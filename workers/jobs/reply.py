@@ -8,12 +8,12 @@ from typing import Any, Final
 
 import msgspec
 
-from schemas import codec, headers
-from schemas.answers import Retrying, TokenChunk
-from schemas.errors import ErrorAnswer, InferbusError, LeaseLost
-from schemas.headers import Continuation
-from workers.bus.interface import Broker
-from workers.jobs.job import Job
+from inferbus.schemas import codec, headers
+from inferbus.schemas.answers import Retrying, TokenChunk
+from inferbus.schemas.errors import ErrorAnswer, InferbusError, LeaseLost
+from inferbus.schemas.headers import Continuation
+from inferbus.workers.bus.interface import Broker
+from inferbus.workers.jobs.job import Job
 
 _NOTHING: Final[Mapping[str, Any]] = {}
 

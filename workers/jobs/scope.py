@@ -7,8 +7,8 @@ import datetime as dt
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Final, TypeVar
 
-from schemas.errors import DeadlineExceeded, InferbusError
-from schemas.subjects import JobKey
+from inferbus.schemas.errors import DeadlineExceeded, InferbusError
+from inferbus.schemas.subjects import JobKey
 
 T = TypeVar("T")
 

@@ -28,15 +28,15 @@ from typing import TYPE_CHECKING, Any, Final, ParamSpec
 
 import structlog
 
-from schemas.errors import InferbusError, WorkerError
-from schemas.fleet import Load, Role
-from schemas.handoff import Transfer
-from workers.bus.connection import Bus
-from workers.config import WorkerSettings
-from workers.engine.interface import EngineInfo
-from workers.jobs.attempt import Outcome
-from workers.jobs.delivery import Settled
-from workers.jobs.job import Job
+from inferbus.schemas.errors import InferbusError, WorkerError
+from inferbus.schemas.fleet import Load, Role
+from inferbus.schemas.handoff import Transfer
+from inferbus.workers.bus.connection import Bus
+from inferbus.workers.config import WorkerSettings
+from inferbus.workers.engine.interface import EngineInfo
+from inferbus.workers.jobs.attempt import Outcome
+from inferbus.workers.jobs.delivery import Settled
+from inferbus.workers.jobs.job import Job
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric

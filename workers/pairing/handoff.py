@@ -10,16 +10,16 @@ from typing import Protocol
 import msgspec
 import structlog
 
-from schemas import codec, handoff
-from schemas.errors import (
+from inferbus.schemas import codec, handoff
+from inferbus.schemas.errors import (
     CallerError,
     InferbusError,
     PrefillFailed,
     PrefillUnavailable,
     from_body,
 )
-from schemas.fleet import Signature, WorkerInfo
-from workers.engine.interface import Leg
+from inferbus.schemas.fleet import Signature, WorkerInfo
+from inferbus.workers.engine.interface import Leg
 
 log = structlog.get_logger()
 

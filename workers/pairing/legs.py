@@ -12,12 +12,12 @@ from typing import Final
 import msgspec
 import structlog
 
-from schemas.errors import InferbusError, PrefillFailed, PrefillUnavailable, TransferFailed
-from schemas.fleet import WorkerInfo
-from workers.engine.interface import Delta, Engine, Leg, Prompt, Rendezvous
-from workers.jobs.reply import Served
-from workers.pairing.handoff import Handoffs, Prefilling
-from workers.pairing.picker import Picker
+from inferbus.schemas.errors import InferbusError, PrefillFailed, PrefillUnavailable, TransferFailed
+from inferbus.schemas.fleet import WorkerInfo
+from inferbus.workers.engine.interface import Delta, Engine, Leg, Prompt, Rendezvous
+from inferbus.workers.jobs.reply import Served
+from inferbus.workers.pairing.handoff import Handoffs, Prefilling
+from inferbus.workers.pairing.picker import Picker
 
 log = structlog.get_logger()
 

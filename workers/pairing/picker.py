@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Final
 
-from schemas.errors import PrefillUnavailable
-from schemas.fleet import Signature, WorkerInfo
+from inferbus.schemas.errors import PrefillUnavailable
+from inferbus.schemas.fleet import Signature, WorkerInfo
 
 PREFIX_TOKENS: Final = 256
 """Leading tokens that are hashed: long enough to tell system prompts apart, short enough to be shared."""

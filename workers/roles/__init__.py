@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from workers.roles.worker import run
+from inferbus.workers.roles.worker import run
 
 __all__ = ["run"]

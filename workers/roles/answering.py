@@ -9,13 +9,13 @@ from typing import Any, Final
 import msgspec
 import structlog
 
-from schemas.errors import NotSupported
-from workers.engine.interface import Delta, Engine, Leg, Prompt
-from workers.jobs.attempt import Work
-from workers.jobs.history import Point
-from workers.jobs.job import Job
-from workers.jobs.reply import Seal, Served
-from workers.pairing.legs import RunLeg, generate
+from inferbus.schemas.errors import NotSupported
+from inferbus.workers.engine.interface import Delta, Engine, Leg, Prompt
+from inferbus.workers.jobs.attempt import Work
+from inferbus.workers.jobs.history import Point
+from inferbus.workers.jobs.job import Job
+from inferbus.workers.jobs.reply import Seal, Served
+from inferbus.workers.pairing.legs import RunLeg, generate
 
 log = structlog.get_logger()
 
@@ -40,7 +40,7 @@ class Answering:
         self._run = run
 
     async def __call__(self, work: Work) -> bytes:
-        """One attempt; see `workers.jobs.attempt.Generate`."""
+        """One attempt; see `inferbus.workers.jobs.attempt.Generate`."""
         job, request, reply = work.job, work.request, work.reply
         if job.kind not in self._engine.info.kinds:
             raise NotSupported(f"this model's workers have no tokenizer, which the kind {job.kind!r} needs")

@@ -13,32 +13,32 @@ from typing import Final
 
 import structlog
 
-from schemas import headers
-from schemas.errors import CallerError, Draining, InferbusError
-from schemas.subjects import CLASSES
-from workers.bus.connection import Bus
-from workers.bus.message import Callback, Message
-from workers.bus.pull import JobQueue
-from workers.bus.registry import Registry
-from workers.bus.services import Endpoint
-from workers.config import WorkerSettings
-from workers.engine.interface import Engine
-from workers.jobs.attempt import Attempts, Outcome
-from workers.jobs.cancel import Cancels
-from workers.jobs.delivery import Deliveries
-from workers.jobs.job import Envelope
-from workers.jobs.reply import Reply, Served, error_body
-from workers.jobs.retry import RetryPolicy
-from workers.observe.metrics import Metrics
-from workers.pairing.handoff import Handoffs
-from workers.pairing.legs import Alone, Paired, RunLeg
-from workers.pairing.picker import Picker
-from workers.roles.answering import Answering
-from workers.roles.intake import JobIntake, LiveIntake, Subscription, Tasks
-from workers.roles.program import finished_within
-from workers.roles.slots import Slots
-from workers.roles.supply import Supply
-from workers.roles.wire import BusWire
+from inferbus.schemas import headers
+from inferbus.schemas.errors import CallerError, Draining, InferbusError
+from inferbus.schemas.subjects import CLASSES
+from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.message import Callback, Message
+from inferbus.workers.bus.pull import JobQueue
+from inferbus.workers.bus.registry import Registry
+from inferbus.workers.bus.services import Endpoint
+from inferbus.workers.config import WorkerSettings
+from inferbus.workers.engine.interface import Engine
+from inferbus.workers.jobs.attempt import Attempts, Outcome
+from inferbus.workers.jobs.cancel import Cancels
+from inferbus.workers.jobs.delivery import Deliveries
+from inferbus.workers.jobs.job import Envelope
+from inferbus.workers.jobs.reply import Reply, Served, error_body
+from inferbus.workers.jobs.retry import RetryPolicy
+from inferbus.workers.observe.metrics import Metrics
+from inferbus.workers.pairing.handoff import Handoffs
+from inferbus.workers.pairing.legs import Alone, Paired, RunLeg
+from inferbus.workers.pairing.picker import Picker
+from inferbus.workers.roles.answering import Answering
+from inferbus.workers.roles.intake import JobIntake, LiveIntake, Subscription, Tasks
+from inferbus.workers.roles.program import finished_within
+from inferbus.workers.roles.slots import Slots
+from inferbus.workers.roles.supply import Supply
+from inferbus.workers.roles.wire import BusWire
 
 log = structlog.get_logger()
 

@@ -11,15 +11,15 @@ from typing import Any, Final, Protocol
 
 import structlog
 
-from schemas.errors import BusUnavailable, CallerError, Draining, InferbusError, Overloaded
-from schemas.subjects import Subjects
-from workers.bus.interface import Delivery, Stored
-from workers.bus.message import Callback, Message
-from workers.jobs.attempt import Attempts, facts
-from workers.jobs.delivery import Deliveries
-from workers.jobs.job import Envelope, live
-from workers.jobs.scope import Scope
-from workers.roles.slots import Slots
+from inferbus.schemas.errors import BusUnavailable, CallerError, Draining, InferbusError, Overloaded
+from inferbus.schemas.subjects import Subjects
+from inferbus.workers.bus.interface import Delivery, Stored
+from inferbus.workers.bus.message import Callback, Message
+from inferbus.workers.jobs.attempt import Attempts, facts
+from inferbus.workers.jobs.delivery import Deliveries
+from inferbus.workers.jobs.job import Envelope, live
+from inferbus.workers.jobs.scope import Scope
+from inferbus.workers.roles.slots import Slots
 
 log = structlog.get_logger()
 

@@ -9,8 +9,8 @@ from contextlib import aclosing
 import msgspec
 import structlog
 
-from schemas import codec, handoff
-from schemas.errors import (
+from inferbus.schemas import codec, handoff
+from inferbus.schemas.errors import (
     Draining,
     InferbusError,
     InternalError,
@@ -19,14 +19,14 @@ from schemas.errors import (
     Overloaded,
     PrefillFailed,
 )
-from schemas.subjects import LIVE_OWNER
-from workers.bus.connection import Bus
-from workers.bus.message import Message
-from workers.bus.services import Endpoint
-from workers.engine.interface import Delta, Engine, Leg, Rendezvous
-from workers.observe.metrics import Metrics
-from workers.roles.program import finished_within
-from workers.roles.slots import Slots
+from inferbus.schemas.subjects import LIVE_OWNER
+from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.message import Message
+from inferbus.workers.bus.services import Endpoint
+from inferbus.workers.engine.interface import Delta, Engine, Leg, Rendezvous
+from inferbus.workers.observe.metrics import Metrics
+from inferbus.workers.roles.program import finished_within
+from inferbus.workers.roles.slots import Slots
 
 log = structlog.get_logger()
 

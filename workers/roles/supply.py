@@ -11,9 +11,9 @@ import asyncio
 
 import structlog
 
-from workers.bus.pull import JobQueue
-from workers.bus.registry import Registry
-from workers.pairing.picker import Picker
+from inferbus.workers.bus.pull import JobQueue
+from inferbus.workers.bus.registry import Registry
+from inferbus.workers.pairing.picker import Picker
 
 log = structlog.get_logger()
 

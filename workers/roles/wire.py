@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
-from schemas.fleet import WorkerInfo
-from workers.bus.connection import Bus
-from workers.bus.inbox import Inbox
-from workers.bus.message import NO_RESPONDERS, Message
+from inferbus.schemas.fleet import WorkerInfo
+from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.inbox import Inbox
+from inferbus.workers.bus.message import NO_RESPONDERS, Message
 
 
 class BusWire:
-    """`workers.pairing.handoff.Wire` over a bus."""
+    """`inferbus.workers.pairing.handoff.Wire` over a bus."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus

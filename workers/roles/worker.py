@@ -27,22 +27,22 @@ import msgspec
 import structlog
 import uvloop
 
-from schemas.errors import BusUnavailable, InferbusError
-from schemas.fleet import Load, Role, State, WorkerInfo
-from workers.bus.connection import Bus
-from workers.bus.pull import JobQueue
-from workers.bus.registry import Registry
-from workers.bus.services import Service
-from workers.bus.streams import job_queue, provision
-from workers.config import Settings
-from workers.engine.interface import Engine
-from workers.engine.launch import launch
-from workers.observe import logs, metrics
-from workers.observe.metrics import Metrics
-from workers.roles.decode import Decode
-from workers.roles.prefill import Prefill
-from workers.roles.program import Program
-from workers.roles.slots import Slots
+from inferbus.schemas.errors import BusUnavailable, InferbusError
+from inferbus.schemas.fleet import Load, Role, State, WorkerInfo
+from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.pull import JobQueue
+from inferbus.workers.bus.registry import Registry
+from inferbus.workers.bus.services import Service
+from inferbus.workers.bus.streams import job_queue, provision
+from inferbus.workers.config import Settings
+from inferbus.workers.engine.interface import Engine
+from inferbus.workers.engine.launch import launch
+from inferbus.workers.observe import logs, metrics
+from inferbus.workers.observe.metrics import Metrics
+from inferbus.workers.roles.decode import Decode
+from inferbus.workers.roles.prefill import Prefill
+from inferbus.workers.roles.program import Program
+from inferbus.workers.roles.slots import Slots
 
 log = structlog.get_logger()
 

@@ -1,6 +1,6 @@
 """The main job, shown: three requests through a prefill worker and a decode worker on this machine.
 
-    python -m workers.stack.demo
+    python -m inferbus.workers.stack.demo
 
 A chat request and a token request go over core NATS, a durable job through JetStream; each answer is shown as
 it arrives. The exit status is 0 when all three were answered.
@@ -22,15 +22,15 @@ from rich.markup import escape
 from rich.status import Status
 from rich.text import Text
 
-from schemas.answers import TokenChunk
-from schemas.errors import InferbusError
-from workers.client import Client, Restarted, Stats, Stream, text
-from workers.observe import logs
-from workers.stack import models
-from workers.stack.errors import StackError
-from workers.stack.flags import placement
-from workers.stack.gguf import Report
-from workers.stack.local import LocalStack
+from inferbus.schemas.answers import TokenChunk
+from inferbus.schemas.errors import InferbusError
+from inferbus.workers.client import Client, Restarted, Stats, Stream, text
+from inferbus.workers.observe import logs
+from inferbus.workers.stack import models
+from inferbus.workers.stack.errors import StackError
+from inferbus.workers.stack.flags import placement
+from inferbus.workers.stack.gguf import Report
+from inferbus.workers.stack.local import LocalStack
 
 MODEL: Final = "smollm2-135m-instruct"
 GREEDY: Final = {"temperature": 0, "max_tokens": 64}

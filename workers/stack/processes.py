@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from workers.stack.errors import ProcessExited, ProcessNotReady
+from inferbus.workers.stack.errors import ProcessExited, ProcessNotReady
 
 TAIL_LINES = 25
 POLL_SECONDS = 0.05

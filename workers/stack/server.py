@@ -17,8 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from workers.stack.errors import BinaryNotFound, PortInUse, ProcessExited, ServerTooOld
-from workers.stack.processes import Child, spawn
+from inferbus.workers.stack.errors import BinaryNotFound, PortInUse, ProcessExited, ServerTooOld
+from inferbus.workers.stack.processes import Child, spawn
 
 MINIMUM_VERSION = (2, 12)
 DEFAULT_MAX_PAYLOAD = 1024 * 1024

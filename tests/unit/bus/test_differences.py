@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from schemas.subjects import Subjects
-from workers.bus.differences import CHECKS, differences, strengthened
-from workers.bus.layout import job_consumer, stream_configs
-from workers.config import StreamSettings
+from inferbus.schemas.subjects import Subjects
+from inferbus.workers.bus.differences import CHECKS, differences, strengthened
+from inferbus.workers.bus.layout import job_consumer, stream_configs
+from inferbus.workers.config import StreamSettings
 
 DAY = 86_400_000_000_000
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.errors import InvalidSubject, PayloadTooLarge
-from workers.bus import frames
-from workers.bus.frames import check_filter, check_subject, header_block, payload_size, publish_frame
+from inferbus.schemas.errors import InvalidSubject, PayloadTooLarge
+from inferbus.workers.bus import frames
+from inferbus.workers.bus.frames import check_filter, check_subject, header_block, payload_size, publish_frame
 
 
 def test_a_message_without_headers() -> None:
@@ -62,7 +62,7 @@ def test_whatever_the_headers_a_frame_is_one_command_of_the_size_it_says(
     assert b"\n" not in block.replace(b"\r\n", b"")
 
 
-def test_b1_the_limit_is_for_headers_and_body_together() -> None:
+def test_the_limit_is_for_headers_and_body_together() -> None:
     assert publish_frame("a", b"x" * 100, None, "", 100)
     with pytest.raises(PayloadTooLarge):
         publish_frame("a", b"x" * 101, None, "", 100)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from inferbus.workers.bus.writer import Writer
 from tests.support.eventually import eventually
-from workers.bus.writer import Writer
 
 
 class _SlowClient:

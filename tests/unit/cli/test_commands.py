@@ -12,7 +12,7 @@ from typing import Any
 import click
 import pytest
 
-from schemas.errors import (
+from inferbus.schemas.errors import (
     BusUnavailable,
     Cancelled,
     DeadlineExceeded,
@@ -22,12 +22,12 @@ from schemas.errors import (
     Overloaded,
     PayloadTooLarge,
 )
-from workers import roles
-from workers.bus.errors import NotPermitted
-from workers.cli import main
-from workers.cli.ask import parse_params
-from workers.cli.main import inferbus
-from workers.cli.running import (
+from inferbus.workers import roles
+from inferbus.workers.bus.errors import NotPermitted
+from inferbus.workers.cli import main
+from inferbus.workers.cli.ask import parse_params
+from inferbus.workers.cli.main import inferbus
+from inferbus.workers.cli.running import (
     EXIT_INTERRUPTED,
     EXIT_NATS,
     EXIT_NO_WORKER,
@@ -35,8 +35,8 @@ from workers.cli.running import (
     exit_code,
     guarded,
 )
-from workers.client import TimedOut
-from workers.config import Settings, options
+from inferbus.workers.client import TimedOut
+from inferbus.workers.config import Settings, options
 
 COMMANDS = inferbus.list_commands(click.Context(inferbus))
 
@@ -284,7 +284,10 @@ def test_help_loads_no_engine() -> None:
 
 def test_it_runs_as_a_module() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "workers.cli", "--version"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "inferbus.workers.cli", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.startswith("inferbus, version")
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from schemas.subjects import JobAddress, Subjects
-from workers.bus.delivery import NANO
-from workers.bus.layout import job_consumer
-from workers.cli import main
-from workers.cli.queues import state
-from workers.cli.tables import moment, plain, print_table, size, span
-from workers.client.records import Queue, queue_address
+from inferbus.schemas.subjects import JobAddress, Subjects
+from inferbus.workers.bus.delivery import NANO
+from inferbus.workers.bus.layout import job_consumer
+from inferbus.workers.cli import main
+from inferbus.workers.cli.queues import state
+from inferbus.workers.cli.tables import moment, plain, print_table, size, span
+from inferbus.workers.client.records import Queue, queue_address
 
 NOBODY = ["--nats-url", "nats://127.0.0.1:1"]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from schemas.subjects import Subjects
-from workers.bus.message import Message
-from workers.client import WorkerLost
-from workers.client.alive import QUESTIONS, Question
+from inferbus.schemas.subjects import Subjects
+from inferbus.workers.bus.message import Message
+from inferbus.workers.client import WorkerLost
+from inferbus.workers.client.alive import QUESTIONS, Question
 
 
 class Line:

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.answers import TokenAnswer, TokenChoice, TokenChunk, TokenLogprobs, Usage
-from schemas.errors import BusUnavailable, Cancelled, InvalidRequest
-from schemas.headers import Continuation
+from inferbus.schemas.answers import TokenAnswer, TokenChoice, TokenChunk, TokenLogprobs, Usage
+from inferbus.schemas.errors import BusUnavailable, Cancelled, InvalidRequest
+from inferbus.schemas.headers import Continuation
+from inferbus.workers.client.assembler import Assembler, Event, Restarted
+from inferbus.workers.client.deltas import whole
+from inferbus.workers.client.messages import Failure, Message, Piece, Result, Whole
 from tests.support.answers import USAGE, chat, chat_answer, end, pieces, result, seen
-from workers.client.assembler import Assembler, Event, Restarted
-from workers.client.deltas import whole
-from workers.client.messages import Failure, Message, Piece, Result, Whole
 
 
 def feed(assembler: Assembler, messages: list[Message]) -> list[Event]:
@@ -46,7 +46,7 @@ def test_a_doubled_chunk_is_given_once() -> None:
     assert seen(events) == "ab"
 
 
-def test_b5_a_gap_holds_back_what_follows_until_it_is_filled() -> None:
+def test_a_gap_holds_back_what_follows_until_it_is_filled() -> None:
     assembler = Assembler()
     sent = pieces(1, ["a", "b", "c"])
     assert seen(feed(assembler, [sent[0], sent[1], sent[3]])) == "a"

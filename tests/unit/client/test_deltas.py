@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.answers import TokenAnswer
+from inferbus.schemas.answers import TokenAnswer
+from inferbus.workers.client.deltas import Diverged, Given, explode, whole
+from inferbus.workers.client.messages import Answer, Chunk
 from tests.support.answers import USAGE, chat, chat_answer
-from workers.client.deltas import Diverged, Given, explode, whole
-from workers.client.messages import Answer, Chunk
 
 TEXTS = st.text(max_size=8)
 LOGPROBS = st.lists(st.fixed_dictionaries({"token": TEXTS, "logprob": st.just(-1.0)}), min_size=1, max_size=4)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas import codec
-from schemas.answers import Retrying, TokenAnswer, TokenChoice, TokenChunk, Usage
-from schemas.errors import (
+from inferbus.schemas import codec
+from inferbus.schemas.answers import Retrying, TokenAnswer, TokenChoice, TokenChunk, Usage
+from inferbus.schemas.errors import (
     CallerError,
     Cancelled,
     DeadlineExceeded,
@@ -23,9 +23,9 @@ from schemas.errors import (
     InvalidRequest,
     NoWorker,
 )
-from schemas.headers import Continuation
+from inferbus.schemas.headers import Continuation
+from inferbus.workers.client.messages import End, Failure, Piece, Whole, error_of, read, read_result
 from tests.support.answers import chat, chat_answer
-from workers.client.messages import End, Failure, Piece, Whole, error_of, read, read_result
 
 TYPES = [codec.JSON, codec.MSGPACK]
 CHUNK = TokenChunk(job="j", attempt=2, seq=3, index=0, token_ids=[1, 2])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workers import client
+from inferbus.workers import client
 
 
 def test_the_public_surface_is_what_it_was() -> None:

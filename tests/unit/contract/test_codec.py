@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas import codec
-from schemas.answers import TokenChunk
-from schemas.errors import ErrorAnswer, InvalidRequest, UndecodableBody, UnsupportedContentType
-from schemas.fleet import WorkerInfo
-from schemas.handoff import FromPrefill, ToPrefill
+from inferbus.schemas import codec
+from inferbus.schemas.answers import TokenChunk
+from inferbus.schemas.errors import ErrorAnswer, InvalidRequest, UndecodableBody, UnsupportedContentType
+from inferbus.schemas.fleet import WorkerInfo
+from inferbus.schemas.handoff import FromPrefill, ToPrefill
 
 
 @pytest.mark.parametrize(

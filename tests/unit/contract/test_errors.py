@@ -7,8 +7,8 @@ import pickle
 import msgspec
 import pytest
 
-from schemas import errors
-from schemas.errors import (
+from inferbus.schemas import errors
+from inferbus.schemas.errors import (
     BY_CODE,
     AttemptsExhausted,
     CallerError,

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from schemas import codec, export
-from schemas.answers import TokenChunk, Usage
-from schemas.errors import InvalidRequest
-from schemas.requests import parse
-from schemas.sampling import ALIASES, FIELDS
-from schemas.subjects import KINDS, Kind
+from inferbus.schemas import codec, export
+from inferbus.schemas.answers import TokenChunk, Usage
+from inferbus.schemas.errors import InvalidRequest
+from inferbus.schemas.requests import parse
+from inferbus.schemas.sampling import ALIASES, FIELDS
+from inferbus.schemas.subjects import KINDS, Kind
 
 
 def schema(name: str) -> dict[str, Any]:
@@ -39,7 +39,9 @@ def test_the_command_finds_what_is_not_current(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_the_module_runs_as_a_program() -> None:
-    subprocess.run([sys.executable, "-m", "schemas.export", "--check"], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "inferbus.schemas.export", "--check"], check=True, capture_output=True
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from schemas import codec
-from schemas.errors import InvalidRequest
-from schemas.fleet import Signature
-from schemas.handoff import Abort, Done, FromPrefill, Prefill, ToPrefill, Transfer
+from inferbus.schemas import codec
+from inferbus.schemas.errors import InvalidRequest
+from inferbus.schemas.fleet import Signature
+from inferbus.schemas.handoff import Abort, Done, FromPrefill, Prefill, ToPrefill, Transfer
 
 RID = "0123456789abcdef" * 2
 SIGNATURE = Signature(
@@ -63,7 +63,7 @@ def test_a_peer_that_knows_no_transfer_figures_is_read_and_can_read() -> None:
 
 
 @pytest.mark.parametrize("rid", ["", "0", RID[:-1], RID + "0", RID + "\n", RID.upper(), "*" * 32])
-def test_an_id_of_another_length_or_alphabet_is_refused_c2(rid: str) -> None:
+def test_an_id_of_another_length_or_alphabet_is_refused(rid: str) -> None:
     """SGLang aborts every request whose id begins with the one given: an empty one would end them all."""
     with pytest.raises(InvalidRequest) as caught:
         sent(Abort(rid=rid))

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from schemas import headers, limits
-from schemas.errors import InvalidRequest
-from schemas.headers import Continuation, parse_continues, parse_deadline
+from inferbus.schemas import headers, limits
+from inferbus.schemas.errors import InvalidRequest
+from inferbus.schemas.headers import Continuation, parse_continues, parse_deadline
 
 ARRIVED = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 

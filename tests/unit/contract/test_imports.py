@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.resources
-import importlib.util
 import subprocess
 import sys
 
 import pytest
 
-import schemas
-from schemas.errors import BY_CODE
+from inferbus import schemas
+from inferbus.schemas.errors import BY_CODE
 
 HEAVY = ("torch", "sglang", "nixl", "transformers", "numpy")
 NETWORK = ("nats", "nkeys")
@@ -20,11 +19,12 @@ TERMINAL = ("click", "rich", "structlog")
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [
-        ("schemas", (*HEAVY, *NETWORK, *TERMINAL, "workers")),
-        ("schemas.export", (*HEAVY, *NETWORK, *TERMINAL, "workers")),
-        ("workers.client", (*HEAVY, "click")),
-        ("workers.engine.interface", (*HEAVY, *NETWORK)),
-        ("workers.engine.scripted", (*HEAVY, *NETWORK)),
+        ("inferbus", ("msgspec", *HEAVY, *NETWORK, *TERMINAL)),
+        ("inferbus.schemas", (*HEAVY, *NETWORK, *TERMINAL, "inferbus.workers")),
+        ("inferbus.schemas.export", (*HEAVY, *NETWORK, *TERMINAL, "inferbus.workers")),
+        ("inferbus.workers.client", (*HEAVY, "click")),
+        ("inferbus.workers.engine.interface", (*HEAVY, *NETWORK)),
+        ("inferbus.workers.engine.scripted", (*HEAVY, *NETWORK)),
     ],
 )
 def test_importing_one_does_not_import_the_other(module: str, forbidden: tuple[str, ...]) -> None:
@@ -35,14 +35,14 @@ def test_importing_one_does_not_import_the_other(module: str, forbidden: tuple[s
 
 def test_the_contract_needs_msgspec_alone() -> None:
     code = (
-        "import sys; before = set(sys.modules); import schemas; "
+        "import sys; before = set(sys.modules); import inferbus.schemas; "
         "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)))"
     )
     done = subprocess.run(
         [sys.executable, "-S", "-c", _with_path(code)], check=True, capture_output=True, text=True
     )
     # msgspec itself looks for typing_extensions.
-    assert set(done.stdout.split()) - {"typing_extensions"} == {"msgspec", "schemas"}
+    assert set(done.stdout.split()) - {"typing_extensions"} == {"msgspec", "inferbus"}
 
 
 def _with_path(code: str) -> str:
@@ -80,8 +80,4 @@ PUBLIC = (
 
 
 def test_type_hints_are_shipped() -> None:
-    for package in ("schemas", "workers"):
-        spec = importlib.util.find_spec(package)
-        assert spec is not None
-        assert spec.submodule_search_locations is not None
-        assert importlib.resources.files(package).joinpath("py.typed").is_file()
+    assert importlib.resources.files("inferbus").joinpath("py.typed").is_file()

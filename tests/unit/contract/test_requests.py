@@ -10,17 +10,25 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from schemas import codec, limits
-from schemas.errors import (
+from inferbus.schemas import codec, limits
+from inferbus.schemas.errors import (
     CallerError,
     InvalidRequest,
     ModelNotFound,
     UndecodableBody,
     WrongKind,
 )
-from schemas.requests import TYPES, AnyRequest, ChatRequest, CompletionRequest, TokenRequest, parse, read
-from schemas.sampling import ALIASES, FIELDS
-from schemas.subjects import KINDS, Kind
+from inferbus.schemas.requests import (
+    TYPES,
+    AnyRequest,
+    ChatRequest,
+    CompletionRequest,
+    TokenRequest,
+    parse,
+    read,
+)
+from inferbus.schemas.sampling import ALIASES, FIELDS
+from inferbus.schemas.subjects import KINDS, Kind
 
 SECRET = "hunter2-correct-horse"
 USER = {"role": "user", "content": "a"}
@@ -57,7 +65,7 @@ def refused(kind: Kind, fields: dict[str, Any]) -> InvalidRequest:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_null_means_the_default_for_every_field_f11(kind: Kind) -> None:
+def test_null_means_the_default_for_every_field(kind: Kind) -> None:
     names = {*TYPES[kind].__struct_fields__, *FIELDS, *ALIASES} - set(BODIES[kind])
     nested = ("sampling_params", "sampling_options", "stop_conditions", "functions", "no_such_field")
     bare = parse(kind, BODIES[kind])
@@ -65,7 +73,7 @@ def test_null_means_the_default_for_every_field_f11(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("place", ["sampling_params", "sampling_options", "stop_conditions"])
-def test_null_means_the_default_inside_nested_objects_f11(place: str) -> None:
+def test_null_means_the_default_inside_nested_objects(place: str) -> None:
     nulls = dict.fromkeys([*FIELDS, *ALIASES, "use_beam_search"])
     assert parse("tokens", {"token_ids": [1], place: nulls}) == parse("tokens", {"token_ids": [1]})
 
@@ -73,7 +81,7 @@ def test_null_means_the_default_inside_nested_objects_f11(place: str) -> None:
 @pytest.mark.parametrize(
     "name", ["max_tokens", "max_completion_tokens", "max_new_tokens", "seed", "n", "top_k"]
 )
-def test_a_number_without_a_fraction_is_an_integer_f11(name: str) -> None:
+def test_a_number_without_a_fraction_is_an_integer(name: str) -> None:
     request = read("tokens", b'{"token_ids":[1],"%s":16.0}' % name.encode())
     value = request.sampling.given()[ALIASES.get(name, name)]
     assert value == 16
@@ -82,7 +90,7 @@ def test_a_number_without_a_fraction_is_an_integer_f11(name: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("value", [True, "16", 16.5, [], {}])
-def test_what_is_no_integer_is_no_max_tokens_f11(kind: Kind, value: Any) -> None:
+def test_what_is_no_integer_is_no_max_tokens(kind: Kind, value: Any) -> None:
     error = refused(kind, {"max_tokens": value})
     assert error.param == "max_tokens"
     assert "max_tokens" in error.message
@@ -93,13 +101,13 @@ def test_token_ids_are_not_taken_from_floats() -> None:
     assert refused("tokens", {"token_ids": [1, 16.0]}).param == "token_ids[1]"
 
 
-def test_the_last_of_two_equal_keys_counts_f11() -> None:
+def test_the_last_of_two_equal_keys_counts() -> None:
     request = read("completions", b'{"prompt":"a","prompt":"b","max_tokens":1,"max_tokens":2}')
     assert isinstance(request, CompletionRequest)
     assert (request.prompt, request.sampling.max_new_tokens) == ("b", 2)
 
 
-def test_an_unknown_field_is_named_in_a_warning_and_does_no_harm_f11() -> None:
+def test_an_unknown_field_is_named_in_a_warning_and_does_no_harm() -> None:
     request = chat(
         USER, functions=[], function_call="auto", stream_options={"x": 1}, sampling_params={"y": 2}
     )
@@ -127,7 +135,7 @@ def test_warnings_are_bounded_in_number_and_length() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("other", KINDS)
-def test_a_body_of_another_kind_is_refused_f10(kind: Kind, other: Kind) -> None:
+def test_a_body_of_another_kind_is_refused(kind: Kind, other: Kind) -> None:
     if kind == other:
         assert parse(kind, BODIES[other]).kind == kind
     else:
@@ -136,7 +144,7 @@ def test_a_body_of_another_kind_is_refused_f10(kind: Kind, other: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_body_without_its_essential_field_is_refused_f10(kind: Kind) -> None:
+def test_a_body_without_its_essential_field_is_refused(kind: Kind) -> None:
     essential = next(iter(BODIES[kind]))
     with pytest.raises(InvalidRequest) as caught:
         parse(kind, {"max_tokens": 1})
@@ -216,7 +224,7 @@ def test_messages_that_make_no_sense_are_refused_by_name(messages: Any, param: s
     assert SECRET not in error.message
 
 
-def test_messages_beyond_the_limit_are_refused_f3() -> None:
+def test_messages_beyond_the_limit_are_refused() -> None:
     assert refused("chat", {"messages": [USER] * (limits.MESSAGES + 1)}).param == "messages"
 
 
@@ -246,7 +254,7 @@ def test_many_prompts_are_refused_and_the_message_says_why() -> None:
 @pytest.mark.parametrize(
     "ids", [[], [-1], [2**31], [2**63], [2**64], [10**30], [True], ["1"], [None], 1, "1"], ids=repr
 )
-def test_token_ids_that_no_vocabulary_has_are_refused_f2(ids: Any) -> None:
+def test_token_ids_that_no_vocabulary_has_are_refused(ids: Any) -> None:
     assert (refused("tokens", {"token_ids": ids}).param or "").startswith("token_ids")
 
 
@@ -312,7 +320,7 @@ def test_moderate_nesting_is_taken() -> None:
     assert read("tokens", nested(limits.NESTING_DEPTH - 1, "[", "]")).kind == "tokens"
 
 
-def test_a_body_of_very_many_containers_is_refused_f3() -> None:
+def test_a_body_of_very_many_containers_is_refused() -> None:
     body = b'{"token_ids":[1],"x":[' + b"[]," * limits.CONTAINERS + b"1]}"
     with pytest.raises(UndecodableBody, match="objects and arrays"):
         read("tokens", body)

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from schemas import codec, limits
-from schemas.errors import InvalidRequest
-from schemas.requests import parse, read
-from schemas.sampling import ALIASES, FIELDS, Sampling
+from inferbus.schemas import codec, limits
+from inferbus.schemas.errors import InvalidRequest
+from inferbus.schemas.requests import parse, read
+from inferbus.schemas.sampling import ALIASES, FIELDS, Sampling
 
 
 def sampling(**fields: Any) -> Sampling:
@@ -182,7 +182,7 @@ def test_a_value_out_of_range_is_refused_under_the_name_that_the_caller_used(
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
 @pytest.mark.parametrize("name", [n for n in FIELDS if n not in ("logit_bias",)] + sorted(ALIASES))
-def test_no_parameter_takes_nan_or_infinity_f7(name: str, value: float) -> None:
+def test_no_parameter_takes_nan_or_infinity(name: str, value: float) -> None:
     body = msgspec.msgpack.encode({"token_ids": [1], name: value})
     with pytest.raises(InvalidRequest) as caught:
         read("tokens", body, content_type=codec.MSGPACK)
@@ -190,7 +190,7 @@ def test_no_parameter_takes_nan_or_infinity_f7(name: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
-def test_no_bias_is_nan_or_infinite_f7(value: float) -> None:
+def test_no_bias_is_nan_or_infinite(value: float) -> None:
     body = msgspec.msgpack.encode({"token_ids": [1], "logit_bias": {1: value}})
     with pytest.raises(InvalidRequest) as caught:
         read("tokens", body, content_type=codec.MSGPACK)
@@ -211,7 +211,7 @@ def test_two_grammars_are_refused_and_an_empty_one_is_none() -> None:
     assert refused(json_schema="{}", regex="a").param == "regex"
 
 
-def test_a_bias_or_stop_token_outside_the_vocabulary_is_refused_f1_f2() -> None:
+def test_a_bias_or_stop_token_outside_the_vocabulary_is_refused() -> None:
     for name, value in (("logit_bias", {"100": 5}), ("stop_token_ids", [100])):
         found = sampling(**{name: value})
         found.check_vocabulary(101)

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from schemas import limits
-from schemas.errors import InvalidReplySubject, InvalidSubject
-from schemas.subjects import CLASSES, KINDS, LIVE_OWNER, JobClass, Kind, Subjects, escape, unescape
+from inferbus.schemas import limits
+from inferbus.schemas.errors import InvalidReplySubject, InvalidSubject
+from inferbus.schemas.subjects import CLASSES, KINDS, LIVE_OWNER, JobClass, Kind, Subjects, escape, unescape
 
 SUBJECTS = Subjects()
 LEGAL = re.compile(r"[A-Za-z0-9_=-]+(\.[A-Za-z0-9_=-]+)*")

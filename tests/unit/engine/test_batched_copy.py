@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from workers.engine import cpu
-from workers.engine.sglang import options
+from inferbus.workers.engine import cpu
+from inferbus.workers.engine.sglang import options
 
 PLUGIN = "SGLANG_DISAGGREGATION_NIXL_BACKEND"
 

@@ -18,19 +18,19 @@ from typing import Any
 
 import pytest
 
-from schemas.errors import ContextLengthExceeded, InvalidRequest, TransferFailed
-from schemas.fleet import Bootstrap
-from schemas.requests import parse
+from inferbus.schemas.errors import ContextLengthExceeded, InvalidRequest, TransferFailed
+from inferbus.schemas.fleet import Bootstrap
+from inferbus.schemas.requests import parse
+from inferbus.workers.engine import cpu
+from inferbus.workers.engine.cpu import detect
+from inferbus.workers.engine.sglang import LaunchFailed, bootstrap, options, version
+from inferbus.workers.engine.sglang.checks import Bounds
+from inferbus.workers.engine.sglang.loading import loading
+from inferbus.workers.engine.sglang.prompts import SGLangPrompt
+from inferbus.workers.engine.sglang.redact import safe, unquoted
+from inferbus.workers.engine.sglang.serving import THREADS, Serving
+from inferbus.workers.engine.sglang.stops import with_reach
 from tests.support.eventually import eventually
-from workers.engine import cpu
-from workers.engine.cpu import detect
-from workers.engine.sglang import LaunchFailed, bootstrap, options, version
-from workers.engine.sglang.checks import Bounds
-from workers.engine.sglang.loading import loading
-from workers.engine.sglang.prompts import SGLangPrompt
-from workers.engine.sglang.redact import safe, unquoted
-from workers.engine.sglang.serving import THREADS, Serving
-from workers.engine.sglang.stops import with_reach
 
 BOUNDS = Bounds(context_length=100, longest_prompt=90, longest_total=96, vocabulary=50)
 
@@ -80,7 +80,7 @@ async def test_a_bootstrap_server_that_answered_is_asked_again_only_after_a_leg_
 
 
 @pytest.mark.parametrize(("answers", "reason"), [((NOT_YET,), "503"), ((), "nothing"), ((b"",), "b''")])
-async def test_a_bootstrap_server_that_does_not_answer_is_named_c5(
+async def test_a_bootstrap_server_that_does_not_answer_is_named(
     answers: tuple[bytes, ...], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bootstrap, "ASK_SECONDS", 0.2)
@@ -90,7 +90,7 @@ async def test_a_bootstrap_server_that_does_not_answer_is_named_c5(
 
 
 @pytest.mark.parametrize(("seconds", "decode", "prefill"), [(20.0, "19", "20"), (0.5, "1", "1")])
-def test_decode_is_the_first_to_give_up_a_transfer_c13(
+def test_decode_is_the_first_to_give_up_a_transfer(
     seconds: float, decode: str, prefill: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "environ", {})
@@ -123,11 +123,11 @@ def test_ids_at_the_edges_of_the_vocabulary_are_taken() -> None:
     BOUNDS.check_ids([0, 49], "token_ids")
 
 
-def test_a_prompt_has_the_room_that_is_left_f5() -> None:
+def test_a_prompt_has_the_room_that_is_left() -> None:
     assert BOUNDS.new_tokens(request(), 10) == 86
 
 
-def test_a_prompt_longer_than_the_cache_is_refused_c6() -> None:
+def test_a_prompt_longer_than_the_cache_is_refused() -> None:
     with pytest.raises(ContextLengthExceeded):
         BOUNDS.new_tokens(request(), 91)
 
@@ -168,7 +168,7 @@ def test_a_message_that_repeats_the_request_is_not_used() -> None:
     )
 
 
-def test_the_pattern_for_stop_strings_matches_nothing_d6() -> None:
+def test_the_pattern_for_stop_strings_matches_nothing() -> None:
     [pattern] = with_reach(["ab", "世界"], None)
     assert not any(re.search(pattern, text) for text in ("", "x", "x" * 40, "ab\ncd\n"))
     assert "6" in pattern
@@ -231,14 +231,14 @@ def test_the_cpu_platform_is_there_where_nothing_else_is(monkeypatch: pytest.Mon
     )
     detect.cpu_only.cache_clear()
     try:
-        assert cpu.activate() == "workers.engine.cpu.platform.InferbusCpuPlatform"
+        assert cpu.activate() == "inferbus.workers.engine.cpu.platform.InferbusCpuPlatform"
     finally:
         detect.cpu_only.cache_clear()
 
 
 def test_importing_the_adapter_imports_neither_sglang_nor_torch() -> None:
     code = (
-        "import sys, workers.engine.interface, workers.engine.sglang, workers.engine.cpu;"
+        "import sys, inferbus.workers.engine.interface, workers.engine.sglang, workers.engine.cpu;"
         "sys.exit(bool({'sglang', 'torch', 'nixl', 'psutil'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from schemas.handoff import Transfer
-from workers.engine.sglang import transfer
-from workers.engine.sglang.transfer import KEY
+from inferbus.schemas.handoff import Transfer
+from inferbus.workers.engine.sglang import transfer
+from inferbus.workers.engine.sglang.transfer import KEY
 
 
 class FINISH_ABORT:

@@ -11,20 +11,20 @@ process of an engine. Importing this module imports neither torch nor SGLang.
 
 from __future__ import annotations
 
-from workers.engine.cpu.defaults import defaults, prepare_environment
-from workers.engine.cpu.detect import cpu_only
+from inferbus.workers.engine.cpu.defaults import defaults, prepare_environment
+from inferbus.workers.engine.cpu.detect import cpu_only
 
 __all__ = ["activate", "cpu_only", "defaults", "install_hooks", "prepare_environment"]
 
 
 def activate() -> str | None:
     """The platform class for SGLang to load, or None where something better than a CPU is there."""
-    return "workers.engine.cpu.platform.InferbusCpuPlatform" if cpu_only() else None
+    return "inferbus.workers.engine.cpu.platform.InferbusCpuPlatform" if cpu_only() else None
 
 
 def install_hooks() -> None:
     """Registers the hook that makes NIXL see KV memory for what it is."""
     if cpu_only():
-        from workers.engine.cpu.hooks import register
+        from inferbus.workers.engine.cpu.hooks import register
 
         register()

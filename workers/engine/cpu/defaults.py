@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 from typing import Any, Final
 
-from schemas.fleet import Role
+from inferbus.schemas.fleet import Role
 
 KV_TOKENS: Final = 32_768
 """SGLang would take a share of all memory for the KV cache; on a laptop it has to stay small."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from workers.engine.scripted.engine import ScriptedEngine
-from workers.engine.scripted.script import Fault, Rule, Script, load
-from workers.engine.scripted.text import ByteTokenizer
+from inferbus.workers.engine.scripted.engine import ScriptedEngine
+from inferbus.workers.engine.scripted.script import Fault, Rule, Script, load
+from inferbus.workers.engine.scripted.text import ByteTokenizer
 
 __all__ = ["ByteTokenizer", "Fault", "Rule", "Script", "ScriptedEngine", "load"]

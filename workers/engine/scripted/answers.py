@@ -7,9 +7,9 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from schemas.answers import PromptTokensDetails, Usage
-from schemas.errors import EngineFailed
-from workers.engine.interface import Delta
+from inferbus.schemas.answers import PromptTokensDetails, Usage
+from inferbus.schemas.errors import EngineFailed
+from inferbus.workers.engine.interface import Delta
 
 OBJECTS: Final = {
     "chat": ("chat.completion", "chat.completion.chunk", "chatcmpl-"),
@@ -18,7 +18,7 @@ OBJECTS: Final = {
 
 
 class TextAnswer:
-    """`workers.engine.interface.Answer` of the kinds `chat` and `completions`; used once."""
+    """`inferbus.workers.engine.interface.Answer` of the kinds `chat` and `completions`; used once."""
 
     def __init__(
         self,

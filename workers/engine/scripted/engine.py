@@ -10,15 +10,15 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 
-from schemas.errors import BY_CODE, Cancelled, EngineFailed, InferbusError
-from schemas.fleet import Capacity, Role, Signature
-from schemas.requests import AnyRequest
-from schemas.subjects import Kind
-from workers.engine.interface import Delta, EngineInfo, EngineLoad, Leg
-from workers.engine.scripted.play import play, prefilled
-from workers.engine.scripted.prompt import ScriptedPrompt, prepare
-from workers.engine.scripted.script import Fault, Rule, Script
-from workers.engine.scripted.text import ByteTokenizer
+from inferbus.schemas.errors import BY_CODE, Cancelled, EngineFailed, InferbusError
+from inferbus.schemas.fleet import Capacity, Role, Signature
+from inferbus.schemas.requests import AnyRequest
+from inferbus.schemas.subjects import Kind
+from inferbus.workers.engine.interface import Delta, EngineInfo, EngineLoad, Leg
+from inferbus.workers.engine.scripted.play import play, prefilled
+from inferbus.workers.engine.scripted.prompt import ScriptedPrompt, prepare
+from inferbus.workers.engine.scripted.script import Fault, Rule, Script
+from inferbus.workers.engine.scripted.text import ByteTokenizer
 
 
 class _Running:
@@ -50,7 +50,7 @@ class _Running:
 
 
 class ScriptedEngine:
-    """`workers.engine.interface.Engine` that replays a script.
+    """`inferbus.workers.engine.interface.Engine` that replays a script.
 
     Of the sampling parameters, `max_new_tokens`, `stop_token_ids` and `ignore_eos` mean what they mean to
     a model; the others that a script cannot follow are refused where they would change what a caller sees

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any, Final
 
-from workers.engine.interface import Delta, EngineInfo, Finish, Leg
-from workers.engine.scripted.script import Rule
-from workers.engine.scripted.text import ByteTokenizer
+from inferbus.workers.engine.interface import Delta, EngineInfo, Finish, Leg
+from inferbus.workers.engine.scripted.script import Rule
+from inferbus.workers.engine.scripted.text import ByteTokenizer
 
 LOGPROB: Final = -0.5
 """Of every token; each alternative has this much less than the one before."""

@@ -8,13 +8,13 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from schemas.errors import ContextLengthExceeded, InvalidRequest, NotSupported
-from schemas.requests import AnyRequest, ChatRequest, CompletionRequest, TokenRequest
-from workers.engine.interface import Answer, EngineInfo, Leg
-from workers.engine.scripted.answers import TextAnswer
-from workers.engine.scripted.script import USER
-from workers.engine.scripted.text import ByteTokenizer
-from workers.engine.tokens import TokensAnswer
+from inferbus.schemas.errors import ContextLengthExceeded, InvalidRequest, NotSupported
+from inferbus.schemas.requests import AnyRequest, ChatRequest, CompletionRequest, TokenRequest
+from inferbus.workers.engine.interface import Answer, EngineInfo, Leg
+from inferbus.workers.engine.scripted.answers import TextAnswer
+from inferbus.workers.engine.scripted.script import USER
+from inferbus.workers.engine.scripted.text import ByteTokenizer
+from inferbus.workers.engine.tokens import TokensAnswer
 
 _OF_TEXT: Final = ("stop", "stop_regex", "json_schema", "regex", "ebnf", "structural_tag")
 
@@ -27,7 +27,7 @@ class Checked(NamedTuple):
 
 
 class ScriptedPrompt:
-    """`workers.engine.interface.Prompt`."""
+    """`inferbus.workers.engine.interface.Prompt`."""
 
     def __init__(
         self,

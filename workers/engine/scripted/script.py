@@ -27,10 +27,10 @@ from typing import Literal
 
 import msgspec
 
-from schemas.errors import BY_CODE, EngineFailed
-from schemas.fleet import Bootstrap
-from schemas.handoff import Transfer
-from workers.engine.interface import Leg
+from inferbus.schemas.errors import BY_CODE, EngineFailed
+from inferbus.schemas.fleet import Bootstrap
+from inferbus.schemas.handoff import Transfer
+from inferbus.workers.engine.interface import Leg
 
 USER = "user"
 """The option of a leg that carries the request's `user`, for rules to match."""
@@ -42,7 +42,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     Attributes:
         at: After that many of its tokens.
         do: `fail` with an error; `hang` until aborted; `crash` (abort) or `kill` (SIGKILL) the process.
-        code: Of the error, from `schemas.errors`.
+        code: Of the error, from `inferbus.schemas.errors`.
         times: For that many legs of this engine; None: for every one.
         once: A file that is made when it happens; where it exists already, nothing happens. So that only
             the first of several processes is hit.

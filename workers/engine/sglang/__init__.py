@@ -1,4 +1,4 @@
-"""SGLang behind `workers.engine.interface`.
+"""SGLang behind `inferbus.workers.engine.interface`.
 
     engine = await SGLangEngine.launch(["--model-path", "Qwen/Qwen3-8B", "--tp", "2"], role="decode")
     prompt = await engine.prepare(request)
@@ -18,7 +18,7 @@ Nothing here imports SGLang or torch before `launch` is called.
 
 from __future__ import annotations
 
-from workers.engine.sglang.engine import SGLangEngine
-from workers.engine.sglang.errors import LaunchFailed
+from inferbus.workers.engine.sglang.engine import SGLangEngine
+from inferbus.workers.engine.sglang.errors import LaunchFailed
 
 __all__ = ["LaunchFailed", "SGLangEngine"]

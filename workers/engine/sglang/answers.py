@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import msgspec
 
-from schemas.errors import EngineFailed
-from workers.engine.interface import Delta
-from workers.engine.sglang.redact import unquoted
+from inferbus.schemas.errors import EngineFailed
+from inferbus.workers.engine.interface import Delta
+from inferbus.workers.engine.sglang.redact import unquoted
 
 _GROWING: Final = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
 """Lists in `meta_info` that hold one step's values when streaming by increments."""

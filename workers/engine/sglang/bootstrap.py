@@ -16,9 +16,9 @@ import re
 import time
 from typing import Any, Final
 
-from schemas.errors import TransferFailed
-from schemas.fleet import Bootstrap
-from workers.engine.sglang.errors import LaunchFailed
+from inferbus.schemas.errors import TransferFailed
+from inferbus.schemas.fleet import Bootstrap
+from inferbus.workers.engine.sglang.errors import LaunchFailed
 
 log = logging.getLogger(__name__)
 

@@ -13,11 +13,18 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Final
 
-from schemas.errors import Cancelled, EngineFailed, InferbusError, InvalidRequest, Overloaded, TransferFailed
-from schemas.fleet import Role
-from workers.engine.interface import Delta, Finish, Leg
-from workers.engine.sglang import bootstrap, transfer
-from workers.engine.sglang.redact import unquoted
+from inferbus.schemas.errors import (
+    Cancelled,
+    EngineFailed,
+    InferbusError,
+    InvalidRequest,
+    Overloaded,
+    TransferFailed,
+)
+from inferbus.schemas.fleet import Role
+from inferbus.workers.engine.interface import Delta, Finish, Leg
+from inferbus.workers.engine.sglang import bootstrap, transfer
+from inferbus.workers.engine.sglang.redact import unquoted
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from typing import Final
 
 import msgspec
 
-from schemas.errors import ContextLengthExceeded, InvalidRequest
-from schemas.requests import AnyRequest
+from inferbus.schemas.errors import ContextLengthExceeded, InvalidRequest
+from inferbus.schemas.requests import AnyRequest
 
 PROMPT_FIELD: Final = {"tokens": "token_ids", "chat": "messages", "completions": "prompt"}
 

@@ -17,8 +17,8 @@ import signal
 from pathlib import Path
 from typing import Any, Final
 
-from workers.engine.sglang import transfer
-from workers.engine.sglang.loading import loading
+from inferbus.workers.engine.sglang import transfer
+from inferbus.workers.engine.sglang.loading import loading
 
 _PR_SET_PDEATHSIG: Final = 1
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from schemas.fleet import Capacity, Signature
-from schemas.subjects import Kind
-from workers.engine.interface import EngineInfo
-from workers.engine.sglang.checks import Bounds
-from workers.engine.sglang.options import Options
-from workers.engine.sglang.serving import Serving
+from inferbus.schemas.fleet import Capacity, Signature
+from inferbus.schemas.subjects import Kind
+from inferbus.workers.engine.interface import EngineInfo
+from inferbus.workers.engine.sglang.checks import Bounds
+from inferbus.workers.engine.sglang.options import Options
+from inferbus.workers.engine.sglang.serving import Serving
 
 _SCHEDULER_MARGIN: Final = 5
 """SGLang's scheduler keeps this much between the longest prompt and the longest request."""

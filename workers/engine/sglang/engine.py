@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from schemas.fleet import Role
-from schemas.requests import AnyRequest
-from workers.engine.interface import Delta, EngineInfo, EngineLoad, Leg, Prompt
-from workers.engine.sglang import bootstrap, describe, health, launch, options, version
-from workers.engine.sglang.calls import Calls
-from workers.engine.sglang.errors import LaunchFailed
-from workers.engine.sglang.loading import loading
-from workers.engine.sglang.preparing import Preparer
-from workers.engine.sglang.serving import Serving
+from inferbus.schemas.fleet import Role
+from inferbus.schemas.requests import AnyRequest
+from inferbus.workers.engine.interface import Delta, EngineInfo, EngineLoad, Leg, Prompt
+from inferbus.workers.engine.sglang import bootstrap, describe, health, launch, options, version
+from inferbus.workers.engine.sglang.calls import Calls
+from inferbus.workers.engine.sglang.errors import LaunchFailed
+from inferbus.workers.engine.sglang.loading import loading
+from inferbus.workers.engine.sglang.preparing import Preparer
+from inferbus.workers.engine.sglang.serving import Serving
 
 
 class SGLangEngine:
     """One SGLang engine in this process; see the package for how to use it.
 
-    The methods are those of `workers.engine.interface.Engine`.
+    The methods are those of `inferbus.workers.engine.interface.Engine`.
     """
 
     def __init__(self, engine: Any, *, role: Role, info: EngineInfo, preparer: Preparer) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from schemas.errors import EngineFailed
+from inferbus.schemas.errors import EngineFailed
 
 
 class LaunchFailed(EngineFailed):

@@ -9,8 +9,8 @@ import uuid
 from contextlib import aclosing
 from typing import Any, Final
 
-from schemas.fleet import Role
-from workers.engine.sglang import processes
+from inferbus.schemas.fleet import Role
+from inferbus.workers.engine.sglang import processes
 
 FRESH_SECONDS: Final = 10.0
 """An engine that said something this lately needs no probe."""

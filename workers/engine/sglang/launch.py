@@ -23,9 +23,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NoReturn
 
-from workers.engine.sglang import children, processes
-from workers.engine.sglang.errors import LaunchFailed
-from workers.engine.sglang.options import Options, one_line
+from inferbus.workers.engine.sglang import children, processes
+from inferbus.workers.engine.sglang.errors import LaunchFailed
+from inferbus.workers.engine.sglang.options import Options, one_line
 
 log = logging.getLogger(__name__)
 

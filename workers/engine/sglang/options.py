@@ -18,9 +18,9 @@ from typing import Any, Final, NoReturn
 
 import msgspec
 
-from schemas.fleet import Bootstrap, Role
-from workers.engine import cpu
-from workers.engine.sglang.errors import LaunchFailed
+from inferbus.schemas.fleet import Bootstrap, Role
+from inferbus.workers.engine import cpu
+from inferbus.workers.engine.sglang.errors import LaunchFailed
 
 MODES: Final[dict[Role, str]] = {"prefill": "prefill", "decode": "decode", "both": "null"}
 

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
-from schemas.errors import InvalidRequest, NotSupported
-from schemas.fleet import Role
-from schemas.requests import AnyRequest, ChatRequest, CompletionRequest, TokenRequest
-from schemas.sampling import GRAMMARS, INT64
-from workers.engine.sglang.answers import OpenAIAnswer
-from workers.engine.sglang.checks import PROMPT_FIELD, Bounds
-from workers.engine.sglang.prompts import SGLangPrompt
-from workers.engine.sglang.redact import unquoted
-from workers.engine.sglang.serving import Serving, with_late_parameters
-from workers.engine.sglang.stops import with_reach
-from workers.engine.tokens import TokensAnswer
+from inferbus.schemas.errors import InvalidRequest, NotSupported
+from inferbus.schemas.fleet import Role
+from inferbus.schemas.requests import AnyRequest, ChatRequest, CompletionRequest, TokenRequest
+from inferbus.schemas.sampling import GRAMMARS, INT64
+from inferbus.workers.engine.sglang.answers import OpenAIAnswer
+from inferbus.workers.engine.sglang.checks import PROMPT_FIELD, Bounds
+from inferbus.workers.engine.sglang.prompts import SGLangPrompt
+from inferbus.workers.engine.sglang.redact import unquoted
+from inferbus.workers.engine.sglang.serving import Serving, with_late_parameters
+from inferbus.workers.engine.sglang.stops import with_reach
+from inferbus.workers.engine.tokens import TokensAnswer
 
 _OPTIONS: Final = (
     "return_logprob",

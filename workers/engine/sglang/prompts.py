@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any, Final
 
-from workers.engine.interface import Answer, Leg
+from inferbus.workers.engine.interface import Answer, Leg
 
 SEEDS: Final = 2**64
 

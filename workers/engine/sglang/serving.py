@@ -15,9 +15,9 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from schemas.errors import InvalidRequest, NotSupported
-from schemas.requests import ChatRequest, CompletionRequest
-from workers.engine.sglang.redact import safe
+from inferbus.schemas.errors import InvalidRequest, NotSupported
+from inferbus.schemas.requests import ChatRequest, CompletionRequest
+from inferbus.workers.engine.sglang.redact import safe
 
 log = logging.getLogger(__name__)
 

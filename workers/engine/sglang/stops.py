@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from schemas import limits
+from inferbus.schemas import limits
 
 
 def with_reach(stops: str | Sequence[str], patterns: str | Sequence[str] | None) -> list[str]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from typing import Any, Final
 
-from schemas.handoff import Transfer
+from inferbus.schemas.handoff import Transfer
 
 log = logging.getLogger(__name__)
 

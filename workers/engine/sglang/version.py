@@ -11,7 +11,7 @@ import importlib.metadata
 import re
 from typing import Final
 
-from workers.engine.sglang.errors import LaunchFailed
+from inferbus.workers.engine.sglang.errors import LaunchFailed
 
 OLDEST: Final = (0, 5, 17)
 BELOW: Final = (0, 5, 24)
