@@ -142,7 +142,7 @@ class WorkerSettings(_Section, frozen=True, kw_only=True):
     ack_wait: Annotated[
         float, Meta(description="Seconds without a sign of life after which a job is delivered again.", ge=1)
     ] = 30.0
-    max_deliver: Annotated[int, Meta(description="Attempts for one job.", ge=1, le=1000)] = 5
+    max_attempts: Annotated[int, Meta(description="Attempts for one job.", ge=1, le=1000)] = 5
     grace: Annotated[float, Meta(description="Seconds for running jobs to finish after SIGTERM.", ge=0)] = (
         60.0
     )

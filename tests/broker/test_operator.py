@@ -513,7 +513,7 @@ Run = Callable[..., Awaitable[tuple[int, str, str]]]
 async def workers(server: NatsServer, tmp_path: Path) -> AsyncIterator[Fleet]:
     """One worker, which tries every job once."""
     async with fleet(server, tmp_path) as found:
-        await found.start("both", SCRIPT, max_deliver=1)
+        await found.start("both", SCRIPT, max_attempts=1)
         yield found
 
 

@@ -116,7 +116,7 @@ async def test_a_worker_that_leaves_is_gone_at_once(streams: Bus, join: Join) ->
 
 async def test_a_worker_that_falls_silent_is_dropped(streams: Bus) -> None:
     """Here at once when its time is over, whether or not the bucket tells."""
-    await Registry.leave_word(streams, info("silent"))
+    await Registry.announce_once(streams, info("silent"))
     seconds = time.monotonic()
     async with Roster(streams, "meta/llama", ttl=0.5, clock=lambda: seconds) as roster:
         assert names(roster) == ["silent"]
@@ -144,7 +144,7 @@ async def test_the_bucket_forgets_a_worker_that_falls_silent(
 
     monkeypatch.setattr(layout, "ANNOUNCE_TTL", 1.0)
     await provision(bus, StreamSettings())
-    await Registry.leave_word(bus, info("silent"))
+    await Registry.announce_once(bus, info("silent"))
 
     async def gone() -> bool:
         return not await bus.read(layout.WORKERS, f"$KV.{fleet.BUCKET}.*.*")
@@ -154,7 +154,7 @@ async def test_the_bucket_forgets_a_worker_that_falls_silent(
 
 
 async def test_a_worker_that_could_not_start_leaves_word_of_why(streams: Bus) -> None:
-    await Registry.leave_word(streams, info("w1", state="failed", reason="no such model"))
+    await Registry.announce_once(streams, info("w1", state="failed", reason="no such model"))
     async with Roster(streams) as roster:
         assert [each.reason for each in roster.workers()] == ["no such model"]
 

@@ -208,7 +208,7 @@ async def elsewhere(
             await message.respond(codec.encode(handoff.Accepted(worker=fake.worker), codec.MSGPACK))
 
     subscription = await nc.subscribe(f"infer.prefill.tiny.{fake.worker}", cb=ordered)
-    await Registry.leave_word(stack.fleet.bus, fake)
+    await Registry.announce_once(stack.fleet.bus, fake)
     await eventually(lambda: stack.fleet.info(fake.worker))
     yield fake.worker, orders
     await nc.publish(f"$KV.INFER_WORKERS.{key(fake)}", b"", headers={OPERATION: DELETE})

@@ -16,7 +16,7 @@ import pytest
 from nats.aio.client import Client
 from nats.js.errors import NotFoundError
 
-from inferbus.workers.jobs.last import LAST_ATTEMPTS
+from inferbus.workers.jobs.quarantine import LAST_ATTEMPTS
 from inferbus.workers.stack.errors import ProcessExited
 from inferbus.workers.stack.server import NatsServer
 from tests.support.asking import Answer, result
@@ -162,9 +162,9 @@ async def test_a_job_that_kills_every_worker_becomes_a_dead_letter(nc: Client, w
     killer = '[[rules]]\n[rules.fault]\ndo = "kill"\nat = 1\n'
     await submit(nc, "poison")
     for _ in range(1 + LAST_ATTEMPTS):
-        worker = await workers.start("both", killer, ready=False, max_deliver=2, ack_wait=1)
+        worker = await workers.start("both", killer, ready=False, max_attempts=2, ack_wait=1)
         assert await worker.wait() == -signal.SIGKILL
-    await workers.start("both", killer, max_deliver=2, ack_wait=1)
+    await workers.start("both", killer, max_attempts=2, ack_wait=1)
     found = await result(nc, "poison")
     assert json.loads(found.data)["error"]["code"] == "attempts_exhausted"
     letter = await nc.jetstream().get_last_msg("INFER_DEAD", "infer.dead.scripted.tokens")
@@ -190,7 +190,7 @@ async def test_what_ran_beside_a_job_that_kills_every_worker_is_answered_all_the
 
     while not await buried():
         worker = await workers.start(
-            "both", f"{killer}{SLOW}", ready=False, max_deliver=2, ack_wait=1, slots=8
+            "both", f"{killer}{SLOW}", ready=False, max_attempts=2, ack_wait=1, slots=8
         )
         with suppress(ProcessExited):
             await worker.until(buried, timeout=60)
@@ -299,7 +299,7 @@ async def test_without_prefill_a_live_request_gets_a_retryable_error_and_a_job_w
 
 async def test_a_job_waits_in_its_queue_while_no_prefill_worker_is_there(nc: Client, workers: Fleet) -> None:
     # With one attempt only: a failed one would be the end of it.
-    decode = await workers.start("decode", "[[rules]]\nlength = 3\n", max_deliver=1)
+    decode = await workers.start("decode", "[[rules]]\nlength = 3\n", max_attempts=1)
     await submit(nc, "early")
     prefill = await workers.start("prefill")
     assert (await result(nc, "early")).headers["Infer-Status"] == "ok"

@@ -19,7 +19,7 @@ from inferbus.workers.bus.interface import Stored
 from inferbus.workers.bus.layout import DEAD, JOBS, RESULTS
 from inferbus.workers.client.messages import read_result
 from inferbus.workers.jobs.attempt import Work
-from inferbus.workers.jobs.last import LAST_ATTEMPTS
+from inferbus.workers.jobs.quarantine import LAST_ATTEMPTS
 from tests.simulation.jobs import SHAPES, Cancel, Submission, request
 from tests.simulation.reader import Reader, agrees, told
 from tests.simulation.worker import HANDLED, Worker

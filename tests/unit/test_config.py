@@ -107,7 +107,7 @@ def test_all_problems_are_told_together_each_with_its_source(tmp_path: Path) -> 
         ({"announce_interval": 60}, "worker.announce_interval"),
         ({"prefill_timeout": 301}, "at most 300"),
         ({"nats_tls_ca": "/none"}, "no such file"),
-        ({"max_deliver": 1.5}, "worker.max_deliver"),
+        ({"max_attempts": 1.5}, "worker.max_attempts"),
     ],
 )
 def test_what_cannot_be_used_is_named(flags: dict[str, Any], message: str) -> None:

@@ -310,11 +310,11 @@ def test_a_picker_says_why_no_prompt_has_a_worker() -> None:
     other = msgspec.structs.replace(SIGNATURE, tp=4)
     workers: list[WorkerInfo] = []
     picker = Picker(SIGNATURE, lambda: workers)
-    assert picker.hopeless == "no prefill worker: 0 ready, 0 with another signature"
+    assert picker.unavailable_reason == "no prefill worker: 0 ready, 0 with another signature"
     workers += [prefill_worker("p1", signature=other), prefill_worker("p2", state="draining")]
-    assert picker.hopeless == "no prefill worker: 1 ready, 1 with another signature"
+    assert picker.unavailable_reason == "no prefill worker: 1 ready, 1 with another signature"
     workers.append(prefill_worker("p3"))
-    assert picker.hopeless is None
+    assert picker.unavailable_reason is None
 
 
 def test_a_draining_worker_is_never_picked() -> None:

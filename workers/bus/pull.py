@@ -54,7 +54,7 @@ LOG_INTERVAL: Final = 30.0
 NANO: Final = 1_000_000_000
 
 
-class Lane(msgspec.Struct, frozen=True, kw_only=True):
+class PriorityClass(msgspec.Struct, frozen=True, kw_only=True):
     """One class of jobs.
 
     Attributes:
@@ -75,7 +75,7 @@ class _Pull:
 
     __slots__ = ("deadline", "lane", "remaining", "token")
 
-    def __init__(self, lane: Lane, token: str, batch: int, deadline: float) -> None:
+    def __init__(self, lane: PriorityClass, token: str, batch: int, deadline: float) -> None:
         self.lane = lane
         self.token = token
         self.remaining = batch
@@ -99,7 +99,7 @@ class JobQueue:
     def __init__(
         self,
         bus: Bus,
-        lanes: Sequence[Lane],
+        lanes: Sequence[PriorityClass],
         *,
         ack_wait: float,
         recreate: Callable[[], Awaitable[None]],
@@ -264,7 +264,7 @@ class JobQueue:
             self._fair.empty(job_class)
         await self._wait()
 
-    async def _probe(self, lane: Lane) -> bool:
+    async def _probe(self, lane: PriorityClass) -> bool:
         """Whether a job of this class came."""
         pull = self._pull(lane, "probe", 1, wait=False)
         while pull.token in self._pulls and self._bus.connected:
@@ -303,7 +303,7 @@ class JobQueue:
             return False
         return True
 
-    def _pull(self, lane: Lane, kind: str, batch: int, *, wait: bool) -> _Pull:
+    def _pull(self, lane: PriorityClass, kind: str, batch: int, *, wait: bool) -> _Pull:
         token = f"{self._base}.{kind}.{next(self._tokens):x}"
         expires = EXPIRES if wait else 0.0
         pull = _Pull(lane, token, batch, self._clock() + expires + GRACE)

@@ -239,7 +239,7 @@ class Registry:
         await self._publish()
 
     @staticmethod
-    async def leave_word(bus: Bus, info: WorkerInfo) -> None:
+    async def announce_once(bus: Bus, info: WorkerInfo) -> None:
         """Announces a worker that will not stay, one that could not start for example; it expires by itself.
 
         Raises:
@@ -251,7 +251,7 @@ class Registry:
         await self._roster.__aenter__()
         try:
             # The first one is confirmed, so that a missing permission ends the start.
-            await self.leave_word(self._bus, self._info)
+            await self.announce_once(self._bus, self._info)
         except BusUnavailable:
             await self._roster.__aexit__(None, None, None)
             raise

@@ -18,7 +18,7 @@ from inferbus.workers.bus.connection import Bus
 from inferbus.workers.bus.differences import differences, strengthened
 from inferbus.workers.bus.errors import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, ApiError, ProvisionError
 from inferbus.workers.bus.jetstream import api
-from inferbus.workers.bus.pull import JobQueue, Lane
+from inferbus.workers.bus.pull import JobQueue, PriorityClass
 from inferbus.workers.config import StreamSettings, WorkerSettings
 
 _IN_USE: Final = frozenset({10058, 10148, 10013})
@@ -121,7 +121,9 @@ async def job_queue(bus: Bus, model: str, settings: WorkerSettings) -> JobQueue:
 
     found = await consumers()
     lanes = [
-        Lane(job_class=name, weight=settings.classes[name], stream=consumer.stream, durable=consumer.name)
+        PriorityClass(
+            job_class=name, weight=settings.classes[name], stream=consumer.stream, durable=consumer.name
+        )
         for name, consumer in zip(classes, found, strict=True)
     ]
     return JobQueue(bus, lanes, ack_wait=min(each.ack_wait for each in found), recreate=recreate)

@@ -13,7 +13,7 @@ from inferbus.schemas import headers
 from inferbus.schemas.errors import Cancelled, DeadlineExceeded, InferbusError, InternalError
 from inferbus.schemas.requests import AnyRequest
 from inferbus.workers.bus.interface import Broker
-from inferbus.workers.jobs.history import Point
+from inferbus.workers.jobs.history import ResumePoint
 from inferbus.workers.jobs.job import Envelope, Job
 from inferbus.workers.jobs.reply import Reply, Served, error_body
 from inferbus.workers.jobs.scope import Scope, Scopes
@@ -36,7 +36,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     request: AnyRequest
     reply: Reply
     served: Served
-    points: list[Point] = []
+    points: list[ResumePoint] = []
 
 
 Generate = Callable[[Work], Awaitable[bytes]]
@@ -134,7 +134,7 @@ class Attempts:
         envelope: Envelope,
         scope: Scope,
         *,
-        points: list[Point] | None = None,
+        points: list[ResumePoint] | None = None,
         lost: Callable[[], bool] = lambda: False,
     ) -> Outcome:
         """One attempt; never raises `InferbusError`, since every failure is an outcome.

@@ -45,9 +45,9 @@ from inferbus.workers.jobs import cancel
 from inferbus.workers.jobs.attempt import Attempts, Outcome, facts
 from inferbus.workers.jobs.cancel import Cancels
 from inferbus.workers.jobs.duplicate import origin, repeats
-from inferbus.workers.jobs.history import Point, points
+from inferbus.workers.jobs.history import ResumePoint, points
 from inferbus.workers.jobs.job import Envelope, Job, durable
-from inferbus.workers.jobs.last import LAST_ATTEMPTS, LastAttempts, given_up
+from inferbus.workers.jobs.quarantine import LAST_ATTEMPTS, LastAttempts, given_up
 from inferbus.workers.jobs.reply import Reply, Served, error_body, served_headers
 from inferbus.workers.jobs.retry import RetryPolicy
 from inferbus.workers.jobs.scope import Scope
@@ -261,7 +261,7 @@ class Deliveries:
         over = job.attempt == seen + 1 and given_up(newest)
         return msgspec.structs.replace(envelope, job=job), over
 
-    async def _points(self, job: Job) -> list[Point]:
+    async def _points(self, job: Job) -> list[ResumePoint]:
         """Where an earlier attempt can be gone on from. Chunks that went to an inbox are nowhere stored."""
         if job.attempt == 1 or job.submission is None:
             return []

@@ -35,7 +35,7 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
     finished: bool
 
 
-class Point(msgspec.Struct, frozen=True, kw_only=True):
+class ResumePoint(msgspec.Struct, frozen=True, kw_only=True):
     """A place to go on from.
 
     Attributes:
@@ -49,7 +49,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-def points(stored: Iterable[Stored], *, submission: int, before: int) -> list[Point]:
+def points(stored: Iterable[Stored], *, submission: int, before: int) -> list[ResumePoint]:
     """Where an attempt could go on, the latest place first.
 
     Args:
@@ -77,14 +77,14 @@ def points(stored: Iterable[Stored], *, submission: int, before: int) -> list[Po
     chain = _chain(max(attempts), None, attempts, continued)
     if chain is None or any(said.finished or said.text is None for said in chain):
         return []
-    found: list[Point] = []
+    found: list[ResumePoint] = []
     token_ids: list[int] = []
     text = ""
     for said in chain:
         token_ids, text = token_ids + said.token_ids, text + (said.text or "")
         if token_ids:
             after = Continuation(said.attempt, said.seq + 1)
-            found.append(Point(after=after, token_ids=token_ids, text=text))
+            found.append(ResumePoint(after=after, token_ids=token_ids, text=text))
     return found[::-1]
 
 

@@ -63,7 +63,7 @@ class Reply:
         self.continues: Continuation | None = None
         self.begun: float | None = None
         """Monotonic time of the first chunk."""
-        self._seal = Seal(job)
+        self._seal = ChunkEncoder(job)
         self._headers = _identity(job)
         self.sent = 0
 
@@ -120,7 +120,7 @@ class Reply:
         self.sent += 1
 
 
-class Seal:
+class ChunkEncoder:
     """Encodes an `Answer`'s messages with the job's identity.
 
     Chat and completion messages come from SGLang as JSON text: `job`, `attempt` and what else is given go

@@ -24,7 +24,7 @@ from inferbus.workers.engine.interface import Leg
 log = structlog.get_logger()
 
 
-class Wire(Protocol):
+class HandoffTransport(Protocol):
     """How a hand-off travels."""
 
     def ask(self, worker: WorkerInfo, body: bytes, answers: asyncio.Queue[bytes | None]) -> str:
@@ -73,7 +73,7 @@ class Handoffs:
 
     def __init__(
         self,
-        wire: Wire,
+        wire: HandoffTransport,
         *,
         worker: str,
         signature: Signature,

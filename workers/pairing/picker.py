@@ -65,7 +65,7 @@ class Picker:
         return next((info for info in ranked if self._open[info.worker] < bound), ranked[0])
 
     @property
-    def hopeless(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         """Why no prompt whatever can be computed at the moment; None where one can."""
         present, fitting = self._present()
         others = len(present) - len(fitting)

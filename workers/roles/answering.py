@@ -12,9 +12,9 @@ import structlog
 from inferbus.schemas.errors import NotSupported
 from inferbus.workers.engine.interface import Delta, Engine, Leg, Prompt
 from inferbus.workers.jobs.attempt import Work
-from inferbus.workers.jobs.history import Point
+from inferbus.workers.jobs.history import ResumePoint
 from inferbus.workers.jobs.job import Job
-from inferbus.workers.jobs.reply import Seal, Served
+from inferbus.workers.jobs.reply import ChunkEncoder, Served
 from inferbus.workers.pairing.legs import RunLeg, generate
 
 log = structlog.get_logger()
@@ -53,7 +53,7 @@ class Answering:
             log.info("job.continued", job=job.id, attempt=job.attempt, tokens=len(point.token_ids))
         streams = job.streams(request)
         warned: dict[str, Any] = {"warnings": request.warnings} if request.warnings else {}
-        story = _Story(point, prompt=len(prompt.token_ids), record=_records(job, prompt))
+        story = ResumedDeltas(point, prompt=len(prompt.token_ids), record=_records(job, prompt))
         run = self._run if streams else self._run_in_steps
         async with (
             aclosing(generate(rest, run, job=job.id, served=work.served)) as deltas,
@@ -71,7 +71,7 @@ class Answering:
         if streams and not job.durable:
             return b""
         whole = answer.whole()
-        return Seal(job).whole(whole, warned if isinstance(whole, bytes) else {})
+        return ChunkEncoder(job).whole(whole, warned if isinstance(whole, bytes) else {})
 
     def _run_in_steps(self, leg: Leg, job: str, served: Served) -> AsyncGenerator[Delta, None]:
         """Runs a leg of an answer that is sent whole."""
@@ -79,7 +79,7 @@ class Answering:
         return self._run(msgspec.structs.replace(leg, sampling=sampling), job, served)
 
 
-def _resumed(prompt: Prompt, points: list[Point]) -> tuple[Point | None, Prompt]:
+def _resumed(prompt: Prompt, points: list[ResumePoint]) -> tuple[ResumePoint | None, Prompt]:
     """The latest place that can be gone on from, and what is left to generate; else everything is."""
     for point in points[:PLACES]:
         rest = prompt.resumed(point.token_ids, point.text)
@@ -93,7 +93,7 @@ def _records(job: Job, prompt: Prompt) -> bool:
     return job.durable and prompt.choices == 1 and job.kind != "tokens"
 
 
-class _Story:
+class ResumedDeltas:
     """The deltas of an answer from its beginning, whoever told it; notes the tokens behind text chunks.
 
     The formatter hears first what an earlier attempt said, so that its state and the whole answer are
@@ -105,7 +105,7 @@ class _Story:
         record: Whether to note tokens.
     """
 
-    def __init__(self, point: Point | None, *, prompt: int, record: bool) -> None:
+    def __init__(self, point: ResumePoint | None, *, prompt: int, record: bool) -> None:
         self._point = point
         self._prompt = prompt
         self._record = record

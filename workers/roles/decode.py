@@ -34,11 +34,11 @@ from inferbus.workers.pairing.handoff import Handoffs
 from inferbus.workers.pairing.legs import Alone, Paired, RunLeg
 from inferbus.workers.pairing.picker import Picker
 from inferbus.workers.roles.answering import Answering
+from inferbus.workers.roles.handoff_transport import BusHandoffTransport
 from inferbus.workers.roles.intake import JobIntake, LiveIntake, Subscription, Tasks
+from inferbus.workers.roles.prefill_gate import PrefillGate
 from inferbus.workers.roles.program import finished_within
 from inferbus.workers.roles.slots import Slots
-from inferbus.workers.roles.supply import Supply
-from inferbus.workers.roles.wire import BusWire
 
 log = structlog.get_logger()
 
@@ -82,7 +82,7 @@ class Decode:
         self._tasks = Tasks()
         self._running: list[asyncio.Task[None]] = []
         self._forget_connection: Callable[[], None] = lambda: None
-        self._supply: Supply | None = None
+        self._supply: PrefillGate | None = None
         self._supplying: asyncio.Task[None] | None = None
         self._attempts = Attempts(
             bus,
@@ -97,7 +97,7 @@ class Decode:
             self._attempts,
             self._cancels,
             subjects=bus.subjects,
-            policy=RetryPolicy(attempts=settings.max_deliver),
+            policy=RetryPolicy(attempts=settings.max_attempts),
             replies=settings.reply_prefixes,
             worker=settings.worker,
             window=window,
@@ -163,7 +163,7 @@ class Decode:
         if signature is None:
             raise ValueError("a decode engine needs a signature")
         handoffs = Handoffs(
-            BusWire(self._bus),
+            BusHandoffTransport(self._bus),
             worker=self._settings.worker,
             signature=signature,
             accept_timeout=ACCEPT_TIMEOUT,
@@ -171,7 +171,7 @@ class Decode:
             lost=registry.drop,
         )
         picker = Picker(signature, registry.workers)
-        self._supply = Supply(queue, registry, picker)
+        self._supply = PrefillGate(queue, registry, picker)
         return Paired(self._engine, picker, handoffs)
 
     async def _join(self, callback: Callback) -> Subscription:

@@ -282,4 +282,4 @@ class _Worker:
         )
         with contextlib.suppress(BusUnavailable):
             async with self._connected() as bus:
-                await Registry.leave_word(bus, info)
+                await Registry.announce_once(bus, info)

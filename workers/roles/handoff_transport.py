@@ -10,8 +10,8 @@ from inferbus.workers.bus.inbox import Inbox
 from inferbus.workers.bus.message import NO_RESPONDERS, Message
 
 
-class BusWire:
-    """`inferbus.workers.pairing.handoff.Wire` over a bus."""
+class BusHandoffTransport:
+    """`inferbus.workers.pairing.handoff.HandoffTransport` over a bus."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus

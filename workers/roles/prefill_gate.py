@@ -18,7 +18,7 @@ from inferbus.workers.pairing.picker import Picker
 log = structlog.get_logger()
 
 
-class Supply:
+class PrefillGate:
     """Pauses and resumes one worker's queue.
 
     Args:
@@ -36,7 +36,7 @@ class Supply:
 
     async def look(self) -> None:
         """Does what is due now."""
-        reason = self._picker.hopeless
+        reason = self._picker.unavailable_reason
         if reason is not None and not self._paused:
             self._paused = True
             log.warning("jobs.waiting_for_prefill", reason=reason)
