@@ -15,7 +15,7 @@ from benchmarks.traces import Goal, Outcome, Trace, arrivals
 from inferbus.schemas.answers import TokenChunk
 from inferbus.schemas.fleet import Role
 from inferbus.schemas.subjects import Subjects, escape
-from inferbus.workers.bus import layout
+from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.client import Client
 from inferbus.workers.client.assembler import Restarted
 from inferbus.workers.client.jobs import Job

@@ -20,9 +20,9 @@ from inferbus.schemas.errors import (
     PayloadTooLarge,
 )
 from inferbus.schemas.fleet import BUCKET, Load, WorkerInfo
-from inferbus.workers.bus import layout
-from inferbus.workers.bus.message import Message
-from inferbus.workers.bus.streams import provision
+from inferbus.workers.bus.connection.message import Message
+from inferbus.workers.bus.jetstream import layout
+from inferbus.workers.bus.jetstream.provision import provision
 from inferbus.workers.client import Client, Job, Restarted, TimedOut, durable, results, text
 from inferbus.workers.config import StreamSettings
 from inferbus.workers.stack.server import NatsServer

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from inferbus.schemas.errors import BusUnavailable, InvalidSubject, PayloadTooLarge
-from inferbus.workers.bus import natspy
-from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.connection import natspy
+from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.bus.errors import NoResponders, NotPermitted
-from inferbus.workers.bus.message import Message
 from inferbus.workers.config import BusSettings
 from inferbus.workers.stack.server import NatsServer
 from tests.broker.conftest import Connect
@@ -452,7 +452,7 @@ async def test_what_was_unsubscribed_while_the_server_restarted_does_not_come_ba
 
     subscription = await bus.subscribe("wanted", lambda _: None, queue="workers")
     monkeypatch.setattr(natspy, "end_interest", interrupted)
-    monkeypatch.setattr("inferbus.workers.bus.connection.TIMEOUT", 30.0)
+    monkeypatch.setattr("inferbus.workers.bus.connection.bus.TIMEOUT", 30.0)
     await subscription.unsubscribe()
     with pytest.raises(NoResponders):
         await bus.request("wanted")

@@ -10,9 +10,9 @@ import pytest
 from nats.js.api import StreamConfig
 
 from inferbus.schemas.errors import BusUnavailable
-from inferbus.workers.bus import jetstream
-from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.errors import ApiError
+from inferbus.workers.bus.jetstream import client as jetstream
 from inferbus.workers.config import BusSettings
 from inferbus.workers.stack.server import NatsServer
 from tests.broker.conftest import Connect

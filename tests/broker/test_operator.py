@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from inferbus.schemas.errors import BusUnavailable, InvalidSubject, Overloaded
-from inferbus.workers.bus import browse, layout
-from inferbus.workers.bus.connection import Bus
-from inferbus.workers.bus.jetstream import api
-from inferbus.workers.bus.pull import JobQueue
-from inferbus.workers.bus.streams import job_consumers, job_queue, provision
+from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.jetstream import browse, layout
+from inferbus.workers.bus.jetstream.client import api
+from inferbus.workers.bus.jetstream.provision import job_consumers, job_queue, provision
+from inferbus.workers.bus.queue.job_queue import JobQueue
 from inferbus.workers.cli import main
 from inferbus.workers.client import Client
 from inferbus.workers.client.operator import Operator

@@ -15,12 +15,13 @@ import pytest
 from structlog.testing import capture_logs
 
 from inferbus.schemas.errors import BusUnavailable, Draining
-from inferbus.workers.bus import layout, pull
-from inferbus.workers.bus.connection import Bus
-from inferbus.workers.bus.delivery import AckSubject, NatsDelivery
-from inferbus.workers.bus.jetstream import api
-from inferbus.workers.bus.pull import JobQueue
-from inferbus.workers.bus.streams import job_queue
+from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.jetstream import layout
+from inferbus.workers.bus.jetstream.client import api
+from inferbus.workers.bus.jetstream.provision import job_queue
+from inferbus.workers.bus.queue import job_queue as pull
+from inferbus.workers.bus.queue.delivery import AckSubject, NatsDelivery
+from inferbus.workers.bus.queue.job_queue import JobQueue
 from inferbus.workers.config import WorkerSettings
 from inferbus.workers.stack.server import NatsServer
 from tests.broker.conftest import Connect
@@ -441,8 +442,8 @@ async def test_a_delivery_that_its_owner_dropped_comes_back(streams: Bus, queues
 async def test_an_acknowledgement_that_nobody_confirms_is_told(
     streams: Bus, queues: Queues, server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("inferbus.workers.bus.delivery.ACK_TIMEOUT", 0.1)
-    monkeypatch.setattr("inferbus.workers.bus.delivery.FORGOTTEN", 0.0)
+    monkeypatch.setattr("inferbus.workers.bus.queue.delivery.ACK_TIMEOUT", 0.1)
+    monkeypatch.setattr("inferbus.workers.bus.queue.delivery.FORGOTTEN", 0.0)
     queue = await queues()
     await submit(streams, "1")
     delivery = await queue.take()
@@ -468,7 +469,7 @@ async def test_a_job_taken_a_moment_before_the_server_died_is_left_to_whom_it_is
     await submit(streams, "1", "2")
     with monkeypatch.context() as patched:
         long_ago = time.monotonic() - 2
-        patched.setattr("inferbus.workers.bus.delivery.time.monotonic", lambda: long_ago)
+        patched.setattr("inferbus.workers.bus.queue.delivery.time.monotonic", lambda: long_ago)
         earlier = await queue.take()
     just_now = await queue.take()
     await server.kill()

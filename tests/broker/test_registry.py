@@ -12,10 +12,10 @@ import pytest
 
 from inferbus.schemas import fleet
 from inferbus.schemas.fleet import Load, WorkerInfo
-from inferbus.workers.bus import layout
-from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.errors import ApiError
-from inferbus.workers.bus.registry import Registry, Roster
+from inferbus.workers.bus.fleet.registry import Registry, Roster
+from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.config import WorkerSettings
 from inferbus.workers.stack.server import NatsServer
 from tests.broker.conftest import Connect
@@ -139,7 +139,7 @@ async def test_a_worker_that_was_dropped_is_back_with_its_next_announcement(stre
 async def test_the_bucket_forgets_a_worker_that_falls_silent(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from inferbus.workers.bus.streams import provision
+    from inferbus.workers.bus.jetstream.provision import provision
     from inferbus.workers.config import StreamSettings
 
     monkeypatch.setattr(layout, "ANNOUNCE_TTL", 1.0)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from inferbus.workers.bus.connection import Bus
-from inferbus.workers.bus.message import Message
-from inferbus.workers.bus.services import Endpoint, Service
+from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.connection.message import Message
+from inferbus.workers.bus.fleet.services import Endpoint, Service
 from tests.broker.conftest import Connect
 from tests.support.eventually import eventually
 

@@ -10,11 +10,11 @@ import pytest
 
 from inferbus.schemas.errors import BusUnavailable
 from inferbus.schemas.subjects import Subjects
-from inferbus.workers.bus import layout
-from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.errors import ApiError, NotPermitted, ProvisionError
-from inferbus.workers.bus.jetstream import api
-from inferbus.workers.bus.streams import job_consumers, job_queue, provision
+from inferbus.workers.bus.jetstream import layout
+from inferbus.workers.bus.jetstream.client import api
+from inferbus.workers.bus.jetstream.provision import job_consumers, job_queue, provision
 from inferbus.workers.config import MIB, BusSettings, StreamSettings, WorkerSettings
 from inferbus.workers.stack.server import NatsServer
 from tests.broker.conftest import Connect

@@ -9,9 +9,9 @@ from typing import Final
 
 from inferbus.schemas.errors import BusUnavailable, Draining
 from inferbus.schemas.subjects import JobClass
-from inferbus.workers.bus.delivery import ACK_TIMEOUT, ACK_TRIES, FORGOTTEN, SUSPECT
-from inferbus.workers.bus.fairness import Fair
 from inferbus.workers.bus.interface import Stored
+from inferbus.workers.bus.queue.delivery import ACK_TIMEOUT, ACK_TRIES, FORGOTTEN, SUSPECT
+from inferbus.workers.bus.queue.fairness import Fair
 from tests.support.simulated import Connection
 
 PROBE: Final = 1.0
@@ -19,7 +19,7 @@ PROBE: Final = 1.0
 
 
 class SimulatedDelivery:
-    """One delivery of one job; implements `Delivery` by the rules of `inferbus.workers.bus.delivery`."""
+    """One delivery of one job; implements `Delivery` by the rules of `bus.queue.delivery`."""
 
     def __init__(
         self, connection: Connection, message: Stored, attempt: int, lane: JobClass, signs: Heartbeats
@@ -99,7 +99,7 @@ class SimulatedDelivery:
 
 
 class Heartbeats:
-    """Signs of life of one process, as `inferbus.workers.bus.delivery` gives them."""
+    """Signs of life of one process, as `inferbus.workers.bus.queue.delivery` gives them."""
 
     def __init__(self, connection: Connection, *, ack_wait: float) -> None:
         self.ack_wait = ack_wait

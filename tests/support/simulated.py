@@ -18,14 +18,14 @@ import msgspec
 from inferbus.schemas import headers as names
 from inferbus.schemas.errors import BusUnavailable
 from inferbus.schemas.subjects import CLASSES, JobClass, Subjects
-from inferbus.workers.bus.frames import publish_frame
+from inferbus.workers.bus.connection.frames import publish_frame
 from inferbus.workers.bus.interface import Stored
-from inferbus.workers.bus.layout import CANCEL, CANCELS_KEPT, DEAD, JOBS, RESULTS, STREAM
+from inferbus.workers.bus.jetstream.layout import CANCEL, CANCELS_KEPT, DEAD, JOBS, RESULTS, STREAM
 from tests.support.virtual import Loop, Time
 
 SUBJECTS: Final = Subjects()
 TIMEOUT: Final = 5.0
-"""Seconds that the server may take to answer, as `inferbus.workers.bus.connection` has it."""
+"""Seconds that the server may take to answer, as `inferbus.workers.bus.connection.bus` has it."""
 
 UNWRITTEN: Final = 0.25
 """Seconds after which a server has written down what it delivered."""

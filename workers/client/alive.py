@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Final
 
 from inferbus.schemas.subjects import LIVE_OWNER
-from inferbus.workers.bus.connection import Bus
-from inferbus.workers.bus.message import NO_RESPONDERS, Message
+from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.connection.message import NO_RESPONDERS, Message
 from inferbus.workers.client.errors import WorkerLost
 
 ASK_AFTER: Final = 5.0

@@ -25,10 +25,10 @@ from inferbus.schemas.answers import TokenChunk
 from inferbus.schemas.errors import InvalidSubject
 from inferbus.schemas.fleet import BUCKET, WorkerInfo
 from inferbus.schemas.subjects import LIVE_OWNER, JobClass, Kind, escape
-from inferbus.workers.bus import layout
-from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.errors import NOT_FOUND, ApiError
 from inferbus.workers.bus.interface import Stored
+from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.client.durable import JobStream
 from inferbus.workers.client.jobs import Job, hand_in, stop
 from inferbus.workers.client.live import LiveStream

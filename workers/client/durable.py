@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 
 from inferbus.schemas.errors import BusUnavailable
-from inferbus.workers.bus import layout
-from inferbus.workers.bus.connection import Bus, Subscription
+from inferbus.workers.bus.connection.bus import Bus, Subscription
+from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.bus.errors import NOT_FOUND, ApiError, NotPermitted
 from inferbus.workers.bus.interface import Stored
-from inferbus.workers.bus.message import Message
+from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.client.assembler import Event, Restarted
 from inferbus.workers.client.errors import TimedOut
 from inferbus.workers.client.jobs import Job, stop

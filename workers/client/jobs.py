@@ -10,9 +10,9 @@ import msgspec
 
 from inferbus.schemas import headers
 from inferbus.schemas.errors import BusUnavailable, Overloaded
-from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.bus.errors import NoResponders, NotPermitted
-from inferbus.workers.bus.message import Message
 from inferbus.workers.client.messages import submission
 
 RETRIES: Final = 2

@@ -6,9 +6,9 @@ from typing import Final, TypeVar
 
 from inferbus.schemas.errors import InferbusError
 from inferbus.schemas.subjects import LIVE_OWNER
-from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.bus.errors import NotPermitted
-from inferbus.workers.bus.message import Message
 from inferbus.workers.client.alive import ASK_AFTER, ASK_EVERY, Question
 from inferbus.workers.client.assembler import Event
 from inferbus.workers.client.errors import AnswerLost, TimedOut

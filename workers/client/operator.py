@@ -19,10 +19,10 @@ import msgspec
 from inferbus.schemas import headers
 from inferbus.schemas.errors import BusUnavailable, InferbusError, InvalidSubject
 from inferbus.schemas.subjects import CLASSES, JobClass, escape
-from inferbus.workers.bus import browse, layout
-from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.errors import CONSUMER_NOT_FOUND, NOT_FOUND, ApiError
 from inferbus.workers.bus.interface import Stored
+from inferbus.workers.bus.jetstream import browse, layout
 from inferbus.workers.client.jobs import Job, hand_in, stop
 from inferbus.workers.client.messages import read_result, submission
 from inferbus.workers.client.records import (

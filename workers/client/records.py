@@ -13,7 +13,7 @@ from inferbus.schemas.errors import InvalidSubject
 from inferbus.schemas.headers import Status
 from inferbus.schemas.subjects import JobAddress, JobClass, Kind, Subjects, escape, unescape
 from inferbus.workers.bus.interface import Stored
-from inferbus.workers.bus.jetstream import moment
+from inferbus.workers.bus.jetstream.client import moment
 
 NO_END: Final = dt.timedelta(days=3650)
 """How long a pause without an end is asked for; one that is a year or more away counts as such."""

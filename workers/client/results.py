@@ -10,8 +10,8 @@ import asyncio
 from typing import Final
 
 from inferbus.schemas.errors import BusUnavailable
-from inferbus.workers.bus import layout
-from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.client.errors import TimedOut
 from inferbus.workers.client.jobs import Job
 from inferbus.workers.client.messages import Result, read_result

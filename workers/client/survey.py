@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 
 from inferbus.schemas.subjects import JobAddress
-from inferbus.workers.bus import browse, layout
-from inferbus.workers.bus.connection import Bus
-from inferbus.workers.bus.differences import differences
+from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.errors import NOT_FOUND, ApiError
-from inferbus.workers.bus.streams import job_consumers, provision
+from inferbus.workers.bus.jetstream import browse, layout
+from inferbus.workers.bus.jetstream.differences import differences
+from inferbus.workers.bus.jetstream.provision import job_consumers, provision
 from inferbus.workers.client.records import Queue, queue_address
 from inferbus.workers.config import Settings
 

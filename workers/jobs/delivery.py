@@ -39,8 +39,8 @@ from inferbus.schemas.errors import (
 )
 from inferbus.schemas.subjects import Subjects
 from inferbus.workers.bus.interface import Broker, Delivery, Stored
-from inferbus.workers.bus.layout import RESULTS
-from inferbus.workers.bus.layout import STREAM as CHUNKS
+from inferbus.workers.bus.jetstream.layout import RESULTS
+from inferbus.workers.bus.jetstream.layout import STREAM as CHUNKS
 from inferbus.workers.jobs import cancel
 from inferbus.workers.jobs.attempt import Attempts, Outcome, facts
 from inferbus.workers.jobs.cancel import Cancels

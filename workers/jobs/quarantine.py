@@ -18,7 +18,7 @@ from inferbus.schemas import headers
 from inferbus.schemas.answers import Retrying
 from inferbus.schemas.subjects import Subjects
 from inferbus.workers.bus.interface import Broker, Stored
-from inferbus.workers.bus.layout import RESULTS
+from inferbus.workers.bus.jetstream.layout import RESULTS
 from inferbus.workers.jobs.job import Job
 
 LAST_ATTEMPTS: Final = 2

@@ -16,11 +16,11 @@ import structlog
 from inferbus.schemas import headers
 from inferbus.schemas.errors import CallerError, Draining, InferbusError
 from inferbus.schemas.subjects import CLASSES
-from inferbus.workers.bus.connection import Bus
-from inferbus.workers.bus.message import Callback, Message
-from inferbus.workers.bus.pull import JobQueue
-from inferbus.workers.bus.registry import Registry
-from inferbus.workers.bus.services import Endpoint
+from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.connection.message import Callback, Message
+from inferbus.workers.bus.fleet.registry import Registry
+from inferbus.workers.bus.fleet.services import Endpoint
+from inferbus.workers.bus.queue.job_queue import JobQueue
 from inferbus.workers.config import WorkerSettings
 from inferbus.workers.engine.interface import Engine
 from inferbus.workers.jobs.attempt import Attempts, Outcome

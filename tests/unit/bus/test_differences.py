@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from inferbus.schemas.subjects import Subjects
-from inferbus.workers.bus.differences import CHECKS, differences, strengthened
-from inferbus.workers.bus.layout import job_consumer, stream_configs
+from inferbus.workers.bus.jetstream.differences import CHECKS, differences, strengthened
+from inferbus.workers.bus.jetstream.layout import job_consumer, stream_configs
 from inferbus.workers.config import StreamSettings
 
 DAY = 86_400_000_000_000

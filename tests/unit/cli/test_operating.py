@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from inferbus.schemas.subjects import JobAddress, Subjects
-from inferbus.workers.bus.delivery import NANO
-from inferbus.workers.bus.layout import job_consumer
+from inferbus.workers.bus.jetstream.layout import job_consumer
+from inferbus.workers.bus.queue.delivery import NANO
 from inferbus.workers.cli import main
 from inferbus.workers.cli.queues import state
 from inferbus.workers.cli.tables import moment, plain, print_table, size, span

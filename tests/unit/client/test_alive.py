@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from inferbus.schemas.subjects import Subjects
-from inferbus.workers.bus.message import Message
+from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.client import WorkerLost
 from inferbus.workers.client.alive import QUESTIONS, Question
 

@@ -31,12 +31,12 @@ import msgspec
 import structlog
 
 from inferbus.schemas.errors import BusUnavailable, Draining, InferbusError
-from inferbus.workers.bus.connection import Bus, Subscription
-from inferbus.workers.bus.delivery import AckSubject, Heartbeats, NatsDelivery
+from inferbus.workers.bus.connection.bus import Bus, Subscription
+from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.bus.errors import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, ApiError
-from inferbus.workers.bus.fairness import Fair
-from inferbus.workers.bus.jetstream import API, api
-from inferbus.workers.bus.message import Message
+from inferbus.workers.bus.jetstream.client import API, api
+from inferbus.workers.bus.queue.delivery import AckSubject, Heartbeats, NatsDelivery
+from inferbus.workers.bus.queue.fairness import Fair
 
 log = structlog.get_logger()
 

@@ -18,8 +18,8 @@ from typing import Any, Final
 import nats.errors
 import structlog
 
-from inferbus.workers.bus import natspy
-from inferbus.workers.bus.frames import MARGIN, payload_size, publish_frame
+from inferbus.workers.bus.connection import natspy
+from inferbus.workers.bus.connection.frames import MARGIN, payload_size, publish_frame
 
 log = structlog.get_logger()
 

@@ -12,7 +12,7 @@ import nats.errors
 from nats.aio.client import Server
 
 from inferbus.schemas.errors import BusUnavailable
-from inferbus.workers.bus import natspy
+from inferbus.workers.bus.connection import natspy
 from inferbus.workers.config import BusSettings, hide_userinfo
 
 RECONNECT_FIRST: Final = 0.1

@@ -16,7 +16,7 @@ from typing import Final
 import nats.errors
 import structlog
 
-from inferbus.workers.bus import natspy
+from inferbus.workers.bus.connection import natspy
 
 log = structlog.get_logger()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import secrets
 
-from inferbus.workers.bus.message import Callback, Message
+from inferbus.workers.bus.connection.message import Callback, Message
 
 
 class Inbox:

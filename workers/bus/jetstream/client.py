@@ -18,6 +18,7 @@ import msgspec
 
 from inferbus.schemas import headers as names
 from inferbus.schemas.errors import BusUnavailable
+from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.bus.errors import (
     FULL,
     JETSTREAM_OFF,
@@ -28,10 +29,9 @@ from inferbus.workers.bus.errors import (
     NoResponders,
 )
 from inferbus.workers.bus.interface import Stored
-from inferbus.workers.bus.message import Message
 
 if TYPE_CHECKING:
-    from inferbus.workers.bus.connection import Bus
+    from inferbus.workers.bus.connection.bus import Bus
 
 API: Final = "$JS.API"
 RETRIES: Final = 2

@@ -20,8 +20,8 @@ import structlog
 
 from inferbus.schemas.errors import InferbusError
 from inferbus.schemas.subjects import LIVE_OWNER
-from inferbus.workers.bus.connection import Bus, Subscription
-from inferbus.workers.bus.message import Message
+from inferbus.workers.bus.connection.bus import Bus, Subscription
+from inferbus.workers.bus.connection.message import Message
 
 log = structlog.get_logger()
 

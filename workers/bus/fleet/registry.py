@@ -21,9 +21,9 @@ from inferbus.schemas import fleet
 from inferbus.schemas.errors import BusUnavailable
 from inferbus.schemas.fleet import Load, Role, State, WorkerInfo
 from inferbus.schemas.subjects import escape
-from inferbus.workers.bus import layout
-from inferbus.workers.bus.connection import Bus, Subscription
-from inferbus.workers.bus.message import Message
+from inferbus.workers.bus.connection.bus import Bus, Subscription
+from inferbus.workers.bus.connection.message import Message
+from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.config import WorkerSettings
 
 log = structlog.get_logger()

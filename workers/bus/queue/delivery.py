@@ -13,10 +13,10 @@ import msgspec
 import structlog
 
 from inferbus.schemas.errors import BusUnavailable
-from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.bus.errors import NoResponders
 from inferbus.workers.bus.interface import Stored
-from inferbus.workers.bus.message import Message
 
 log = structlog.get_logger()
 

@@ -23,15 +23,16 @@ from nats.js import JetStreamContext
 
 from inferbus.schemas.errors import BusUnavailable
 from inferbus.schemas.subjects import Subjects
-from inferbus.workers.bus import jetstream, natspy
-from inferbus.workers.bus.dial import Events, dial
+from inferbus.workers.bus.connection import natspy
+from inferbus.workers.bus.connection.dial import Events, dial
+from inferbus.workers.bus.connection.frames import check_filter
+from inferbus.workers.bus.connection.inbox import Inbox, Inboxes
+from inferbus.workers.bus.connection.message import NO_HEADERS, NO_RESPONDERS, Callback, Message
+from inferbus.workers.bus.connection.watchdog import INTERVAL, Watchdog
+from inferbus.workers.bus.connection.writer import Writer
 from inferbus.workers.bus.errors import NoResponders, NotPermitted
-from inferbus.workers.bus.frames import check_filter
-from inferbus.workers.bus.inbox import Inbox, Inboxes
 from inferbus.workers.bus.interface import Stored
-from inferbus.workers.bus.message import NO_HEADERS, NO_RESPONDERS, Callback, Message
-from inferbus.workers.bus.watchdog import INTERVAL, Watchdog
-from inferbus.workers.bus.writer import Writer
+from inferbus.workers.bus.jetstream import client as jetstream
 from inferbus.workers.config import BusSettings
 
 log = structlog.get_logger()

@@ -13,12 +13,12 @@ from typing import Any, Final
 import msgspec
 
 from inferbus.schemas.subjects import CLASSES, JobClass
-from inferbus.workers.bus import layout
-from inferbus.workers.bus.connection import Bus
-from inferbus.workers.bus.differences import differences, strengthened
+from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.errors import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, ApiError, ProvisionError
-from inferbus.workers.bus.jetstream import api
-from inferbus.workers.bus.pull import JobQueue, PriorityClass
+from inferbus.workers.bus.jetstream import layout
+from inferbus.workers.bus.jetstream.client import api
+from inferbus.workers.bus.jetstream.differences import differences, strengthened
+from inferbus.workers.bus.queue.job_queue import JobQueue, PriorityClass
 from inferbus.workers.config import StreamSettings, WorkerSettings
 
 _IN_USE: Final = frozenset({10058, 10148, 10013})

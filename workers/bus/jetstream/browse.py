@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator
 from typing import Any, Final
 
 from inferbus.schemas.errors import BusUnavailable
-from inferbus.workers.bus import jetstream
-from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.errors import STREAM_NOT_FOUND, ApiError, NoResponders, NotPermitted
 from inferbus.workers.bus.interface import Stored
-from inferbus.workers.bus.jetstream import API, api, moment
+from inferbus.workers.bus.jetstream import client as jetstream
+from inferbus.workers.bus.jetstream.client import API, api, moment
 
 PAGE: Final = 500
 PAGE_BYTES: Final = 4 * 1024 * 1024
