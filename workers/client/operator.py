@@ -35,7 +35,6 @@ from inferbus.workers.client.records import (
     QueuedJob,
     job_address,
     job_id,
-    number,
 )
 from inferbus.workers.client.survey import StreamState, adopt, survey
 from inferbus.workers.config import Settings
@@ -207,7 +206,7 @@ class Operator:
         newest = max((each.submission for each in queued), default=None)
         traces = [stored.headers for stored in (result, chunk) if stored is not None]
         attempts = [
-            number(found.get(headers.ATTEMPT)) or 0
+            headers.number(found, headers.ATTEMPT) or 0
             for found in traces
             # Of what is queued now, where that is anything: an older submission counted for itself.
             if newest is None or submission(found) == newest
@@ -347,7 +346,7 @@ def _ending(result: Stored) -> Ending:
     return Ending(
         status=status,
         code=None if problem is None else problem.code,
-        attempt=number(found.get(headers.ATTEMPT)),
+        attempt=headers.number(found, headers.ATTEMPT),
         worker=found.get(headers.WORKER),
         submission=submission(found),
         stored=result.time,

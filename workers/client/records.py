@@ -75,9 +75,9 @@ class Letter(msgspec.Struct, frozen=True, kw_only=True):
             job_class=address.job_class if address else None,
             code=found.get(headers.REASON),
             reason=found.get(headers.DETAIL),
-            attempts=number(found.get(headers.ATTEMPT)),
+            attempts=headers.number(found, headers.ATTEMPT),
             worker=found.get(headers.WORKER),
-            submission=number(found.get(headers.SUBMISSION)),
+            submission=headers.number(found, headers.SUBMISSION),
             deadline=found.get(headers.DEADLINE),
             subject=found.get(headers.SUBJECT),
             size=len(stored.data),
@@ -246,11 +246,6 @@ def job_id(stored: Stored) -> str:
     except InvalidSubject:
         pass
     return str(stored.sequence)
-
-
-def number(text: str | None) -> int | None:
-    """A number in a header, where it is one."""
-    return int(text) if text and text.isascii() and text.isdigit() and len(text) <= 18 else None
 
 
 def _last_tokens(subject: str) -> tuple[str | None, str | None]:
