@@ -9,6 +9,7 @@ import msgspec
 
 from inferbus.schemas.subjects import JobAddress
 from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.durations import seconds
 from inferbus.workers.bus.errors import NOT_FOUND, ApiError
 from inferbus.workers.bus.jetstream import browse, layout
 from inferbus.workers.bus.jetstream.differences import differences
@@ -108,7 +109,7 @@ async def _stream(bus: Bus, wanted: dict[str, Any], settings: Settings) -> Strea
         messages=state["messages"],
         bytes=state["bytes"],
         max_bytes=found.get("max_bytes", layout.UNLIMITED),
-        max_age=found.get("max_age", 0) / layout.NANO,
+        max_age=seconds(found.get("max_age", 0)),
         storage=found["storage"],
         replicas=found["num_replicas"],
         differences=differences(wanted, found),

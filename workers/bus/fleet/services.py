@@ -22,6 +22,7 @@ from inferbus.schemas.errors import InferbusError
 from inferbus.schemas.subjects import LIVE_OWNER
 from inferbus.workers.bus.connection.bus import Bus, Subscription
 from inferbus.workers.bus.connection.message import Message
+from inferbus.workers.bus.durations import nanoseconds
 
 log = structlog.get_logger()
 
@@ -29,7 +30,6 @@ NAME: Final = re.compile(r"[A-Za-z0-9_-]+")
 VERSION: Final = re.compile(r"\d+\.\d+\.\d+(?:[-+][0-9A-Za-z.-]+)*")
 PREFIX: Final = "$SRV"
 TYPE: Final = "io.nats.micro.v1"
-NANO: Final = 1_000_000_000
 
 
 class Endpoint:
@@ -81,7 +81,7 @@ class Endpoint:
         }
 
     def _stats(self) -> dict[str, Any]:
-        total = round(self.seconds * NANO)
+        total = nanoseconds(self.seconds)
         return {
             "name": self.name,
             "subject": self.subject,

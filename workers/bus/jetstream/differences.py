@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-NANO: Final = 1_000_000_000
+from inferbus.workers.bus.durations import seconds
 
 Check = Callable[[Any, Any], bool]
 
@@ -105,7 +105,7 @@ def _shown(field: str, value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(value)
     if field in _TIMES:
-        return f"{value / NANO:g} s" if value else "unlimited"
+        return f"{seconds(value):g} s" if value else "unlimited"
     if isinstance(value, bool):
         return "on" if value else "off"
     return "unlimited" if value == -1 else str(value)

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from inferbus.schemas import fleet
 from inferbus.schemas.subjects import JobClass, Subjects, escape
+from inferbus.workers.bus.durations import nanoseconds
 from inferbus.workers.config import MIB, StreamSettings
 
 JOBS: Final = "INFER_JOBS"
@@ -31,7 +32,6 @@ MAX_WAITING: Final = 4096
 """Open pull requests of all workers together."""
 
 UNLIMITED: Final = -1
-NANO: Final = 1_000_000_000
 DAY: Final = 24 * 3600.0
 
 _ADVISORY: Final = "$JS.EVENT.ADVISORY.CONSUMER"
@@ -112,11 +112,6 @@ def durable(model: str, job_class: JobClass) -> str:
     if len(name) <= 200:
         return name
     return f"{name[:150]}-{hashlib.sha256(name.encode()).hexdigest()[:24]}-{job_class}"
-
-
-def nanoseconds(seconds: float) -> int:
-    """JetStream counts time in them."""
-    return round(seconds * NANO)
 
 
 def _stream(

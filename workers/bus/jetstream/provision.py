@@ -14,6 +14,7 @@ import msgspec
 
 from inferbus.schemas.subjects import CLASSES, JobClass
 from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.durations import seconds
 from inferbus.workers.bus.errors import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, ApiError, ProvisionError
 from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import api
@@ -141,7 +142,7 @@ async def _ensure(bus: Bus, stream: str, config: dict[str, Any], *, adopt: bool)
         stream=stream,
         name=name,
         filter=config["filter_subject"],
-        ack_wait=found.get("ack_wait", config["ack_wait"]) / layout.NANO,
+        ack_wait=seconds(found.get("ack_wait", config["ack_wait"])),
         max_deliver=found.get("max_deliver", layout.UNLIMITED),
     )
 

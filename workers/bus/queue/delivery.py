@@ -15,6 +15,7 @@ import structlog
 from inferbus.schemas.errors import BusUnavailable
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.connection.message import Message
+from inferbus.workers.bus.durations import nanoseconds, seconds
 from inferbus.workers.bus.errors import NoResponders
 from inferbus.workers.bus.interface import Stored
 
@@ -27,7 +28,6 @@ FORGOTTEN: Final = 1.0
 that a moment later (consumerFileStore.flushLoop), and delivers anew what it has not written."""
 SUSPECT: Final = 1.0
 """Seconds after a stall within which what arrives was sent before it."""
-NANO: Final = 1_000_000_000
 _ACK_PREFIX: Final = ("$JS", "ACK")
 
 
@@ -52,7 +52,7 @@ class AckSubject(msgspec.Struct, frozen=True):
             return None
         start = 2 if len(tokens) == 9 else 4
         stream, consumer, delivered, sequence, _, stamp = tokens[start : start + 6]
-        time = dt.datetime.fromtimestamp(int(stamp) / NANO, dt.UTC)
+        time = dt.datetime.fromtimestamp(seconds(int(stamp)), dt.UTC)
         return cls(stream, consumer, int(delivered), int(sequence), time)
 
 
@@ -113,7 +113,7 @@ class NatsDelivery:
             self._heartbeats.discard(self)
             return
         # Rounded up to what the server can tell from none.
-        body = {"delay": round(delay * NANO)}
+        body = {"delay": nanoseconds(delay)}
         # Once: the server looks at the job and not at the delivery (processNak), so that a second one, whose
         # first was only slow, would take the job from its next owner. One that is lost costs the ack wait.
         await self._end(b"-NAK " + msgspec.json.encode(body) if delay > 0 else b"-NAK", tries=1)

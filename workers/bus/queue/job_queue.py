@@ -33,6 +33,7 @@ import structlog
 from inferbus.schemas.errors import BusUnavailable, Draining, InferbusError
 from inferbus.workers.bus.connection.bus import Bus, Subscription
 from inferbus.workers.bus.connection.message import Message
+from inferbus.workers.bus.durations import nanoseconds
 from inferbus.workers.bus.errors import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, ApiError
 from inferbus.workers.bus.jetstream.client import API, api
 from inferbus.workers.bus.queue.delivery import AckSubject, Heartbeats, NatsDelivery
@@ -50,8 +51,6 @@ BACKOFF_FIRST: Final = 0.1
 BACKOFF_LAST: Final = 5.0
 LOG_INTERVAL: Final = 30.0
 """A fault that lasts is told once in so many seconds (trial A15)."""
-
-NANO: Final = 1_000_000_000
 
 
 class PriorityClass(msgspec.Struct, frozen=True, kw_only=True):
@@ -309,7 +308,7 @@ class JobQueue:
         pull = _Pull(lane, token, batch, self._clock() + expires + GRACE)
         self._pulls[token] = pull
         body: dict[str, object] = {"batch": batch}
-        body |= {"expires": round(expires * NANO)} if wait else {"no_wait": True}
+        body |= {"expires": nanoseconds(expires)} if wait else {"no_wait": True}
         subject = f"{API}.CONSUMER.MSG.NEXT.{lane.stream}.{lane.durable}"
         self._bus.send(subject, msgspec.json.encode(body), reply=token)
         return pull
