@@ -67,7 +67,7 @@ def settings_of(flags: dict[str, Any]) -> Settings:
     names = {option.name for option in options()}
     given = {name: flags.pop(name) for name in list(flags) if name in names}
     try:
-        return resolve(Settings, given, os.environ, file)
+        return resolve(given, os.environ, file)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
 
