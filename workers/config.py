@@ -11,8 +11,8 @@ so that a setting is defined once, here.
 """
 
 # Why not pydantic-settings: importing it takes 250 to 290 ms, msgspec 50 ms (Python 3.11, one machine), which
-# every command and client would pay. Its errors do not say whether a value came from a flag, the environment or
-# the file, and the options of the command line would still have to be derived from the fields.
+# every command and client would pay. Its errors do not say whether a value came from a flag, the environment
+# or the file, and the options of the command line would still have to be derived from the fields.
 
 from __future__ import annotations
 

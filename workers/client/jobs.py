@@ -1,4 +1,4 @@
-"""Durable jobs: naming one, handing it in, stopping it."""
+"""Durable jobs: naming, submitting and cancelling one."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from inferbus.schemas.errors import BusUnavailable, Overloaded
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.bus.errors import NoResponders, NotPermitted
-from inferbus.workers.client.messages import submission
+from inferbus.workers.client.messages import submission_of
 
 RETRIES: Final = 2
 RETRY_PAUSE: Final = 0.25
-"""ADR-22: a publish that finds no stream is tried twice more."""
+"""A publish that no NATS stream acknowledges is repeated twice, this many seconds apart, as NATS's own
+clients do: while a stream elects a leader there is none."""
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A submitted job.
+class JobHandle(msgspec.Struct, frozen=True, kw_only=True):
+    """Names a submitted job.
 
     Attributes:
         id: Its id; unique for its owner.
         owner: Who submitted it.
-        submission: The stream sequence of the submission; None for a job that is known by its id alone.
+        submission: The submission's sequence in the NATS stream; None for a job that is known by its id
+            alone.
         duplicate: Whether it had been submitted before, and this submission was dropped.
     """
 
@@ -35,10 +37,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     submission: int | None = None
     duplicate: bool = False
 
-    def answered_by(self, found: Mapping[str, str]) -> bool:
-        """Whether a message is for this job: not for an earlier submission under the same id."""
-        named = submission(found)
-        return self.submission is None or named is None or named >= self.submission
+    def matches(self, message_headers: Mapping[str, str]) -> bool:
+        """Whether a message belongs to this submission, not to an earlier one of the same id."""
+        submission = submission_of(message_headers)
+        return self.submission is None or submission is None or submission >= self.submission
 
 
 class _Error(msgspec.Struct):
@@ -52,20 +54,22 @@ class _Ack(msgspec.Struct):
     error: _Error | None = None
 
 
-async def hand_in(bus: Bus, subject: str, data: bytes, found: Mapping[str, str]) -> tuple[int, bool]:
-    """Stores a job; returns its stream sequence, and whether it was there already.
+async def publish_job(
+    bus: Bus, subject: str, data: bytes, message_headers: Mapping[str, str]
+) -> tuple[int, bool]:
+    """Stores a job; returns its sequence, and whether it was there already.
 
     What was not acknowledged is sent again; its `Nats-Msg-Id` keeps it from being stored twice.
 
     Raises:
         PayloadTooLarge: Over the server's limit; nothing was sent.
         Overloaded: The queue is full, or this owner's part of it; try again later.
-        BusUnavailable: No stream took it: it was not accepted; or NATS did not say so.
+        BusUnavailable: No NATS stream accepted it, or the acknowledgement did not arrive.
     """
     for attempt in range(RETRIES + 1):
         last_try = attempt == RETRIES
         try:
-            message = await bus.request(subject, data, found)
+            message = await bus.request(subject, data, message_headers)
         except NoResponders:
             if last_try:
                 raise BusUnavailable("no stream takes jobs: has a worker been started?") from None
@@ -88,18 +92,18 @@ async def hand_in(bus: Bus, subject: str, data: bytes, found: Mapping[str, str])
     raise AssertionError("unreachable")
 
 
-def _acknowledgement(message: Message) -> _Ack:
-    try:
-        return msgspec.json.decode(message.data, type=_Ack)
-    except msgspec.DecodeError:
-        raise BusUnavailable("something else than a stream takes jobs") from None
-
-
-async def stop(bus: Bus, job: Job) -> None:
+async def publish_cancel(bus: Bus, job: JobHandle) -> None:
     """Asks for a job to be stopped wherever it is, also while it is queued.
 
     Raises:
         BusUnavailable: The server did not take it.
     """
-    aim = {} if job.submission is None else {headers.SUBMISSION: str(job.submission)}
-    await bus.store(bus.subjects.cancel(job.owner, job.id), b"", aim)
+    only = {} if job.submission is None else {headers.SUBMISSION: str(job.submission)}
+    await bus.store(bus.subjects.cancel(job.owner, job.id), b"", only)
+
+
+def _acknowledgement(message: Message) -> _Ack:
+    try:
+        return msgspec.json.decode(message.data, type=_Ack)
+    except msgspec.DecodeError:
+        raise BusUnavailable("the answer to the job is not an acknowledgement of a stream") from None

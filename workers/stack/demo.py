@@ -24,7 +24,7 @@ from rich.text import Text
 
 from inferbus.schemas.answers import TokenChunk
 from inferbus.schemas.errors import InferbusError
-from inferbus.workers.client import Client, Restarted, Stats, Stream, text
+from inferbus.workers.client import AnswerStream, Client, Restarted, Stats, text
 from inferbus.workers.observe import logs
 from inferbus.workers.stack import models
 from inferbus.workers.stack.errors import StackError
@@ -206,7 +206,7 @@ def _options(*, usage: bool = False) -> dict[str, Any]:
     return GREEDY | ({"stream_options": {"include_usage": True}} if usage else {})
 
 
-async def _show_text(screen: Screen, stream: Stream[Any]) -> None:
+async def _show_text(screen: Screen, stream: AnswerStream[Any]) -> None:
     screen.field("assistant", end="")
     async for event in stream:
         if isinstance(event, Restarted):
@@ -224,7 +224,7 @@ def _title(screen: Screen, number: int, what: str, subject: str) -> None:
     screen.field("subject", subject)
 
 
-def _stats(screen: Screen, stream: Stream[Any]) -> None:
+def _stats(screen: Screen, stream: AnswerStream[Any]) -> None:
     screen.line(f"  [yellow]{escape(Stats.of(stream).line())}[/yellow]")
 
 

@@ -33,7 +33,7 @@ from inferbus.workers.cli.running import (
     EXIT_NO_WORKER,
     EXIT_TIMED_OUT,
     exit_code,
-    guarded,
+    run_coroutine,
 )
 from inferbus.workers.client import TimedOut
 from inferbus.workers.config import Settings, options
@@ -228,7 +228,7 @@ def test_an_error_is_one_line_with_its_code(capsys: pytest.CaptureFixture[str]) 
     async def fail() -> int:
         raise InvalidRequest("two\nlines")
 
-    assert guarded(fail) == 1
+    assert run_coroutine(fail) == 1
     assert capsys.readouterr().err == "inferbus: invalid_request: two lines\n"
 
 
@@ -236,7 +236,7 @@ def test_an_interrupt_is_the_code_130(capsys: pytest.CaptureFixture[str]) -> Non
     async def interrupted() -> int:
         raise KeyboardInterrupt
 
-    assert guarded(interrupted) == 130
+    assert run_coroutine(interrupted) == 130
     assert "Traceback" not in capsys.readouterr().err
 
 
