@@ -63,8 +63,7 @@ def _gpus() -> int:
         return 0
     command = [program, "-L"]
     try:
-        listed = subprocess.run(command, capture_output=True, timeout=PROBE_TIMEOUT, check=True, text=True)  #
-        noqa: S603
+        listed = subprocess.run(command, capture_output=True, timeout=PROBE_TIMEOUT, check=True, text=True)  # noqa: S603
     except (OSError, subprocess.SubprocessError):
         return 0
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())

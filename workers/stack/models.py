@@ -128,7 +128,7 @@ def _fetch_commands(target: Path) -> list[list[str]]:
 
 
 def _run(command: Sequence[str], scratch: Path, report: Report) -> str | None:
-    """Run a command, reporting how much of the package has arrived; what it said if it failed."""
+    """Runs a command, reporting how much of the package has arrived; what it said if it failed."""
     log = scratch / "log"
     with log.open("wb") as output:
         # The temporary directory is ours so that the download can be watched as it grows.
@@ -200,7 +200,7 @@ class _Lines:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the folder of a model."""
+    """Prints the folder of a model."""
     parser = argparse.ArgumentParser(
         prog="python -m inferbus.workers.stack.models", description="Print a model's folder."
     )

@@ -69,13 +69,13 @@ class Child:
             return []
 
     async def wait(self) -> int:
-        """Wait until the process ends by itself."""
+        """Waits until the process ends by itself."""
         return await self._process.wait()
 
     async def until(
         self, probe: Callable[[], Awaitable[bool]], *, timeout: float, poll: float = POLL_SECONDS
     ) -> None:
-        """Wait until `probe` is true.
+        """Waits until `probe` is true.
 
         Raises:
             ProcessExited: The process ended first; the message carries the end of its log.
@@ -99,7 +99,7 @@ class Child:
         return ProcessExited(self.name, self.returncode, self.log, self.tail())
 
     def send_signal(self, number: int) -> None:
-        """Signal the process alone, not its children; nothing happens once it has ended."""
+        """Signals the process alone, not its children; nothing happens once it has ended."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
@@ -189,7 +189,7 @@ class Children:
         return waits[done.pop()]
 
     async def stop(self) -> None:
-        """Stop all children; those started last stop first, and each has its own grace period."""
+        """Stops all children; those started last stop first, and each has its own grace period."""
         while self._children:
             try:
                 await self._children[-1].stop(grace=self.grace)

@@ -117,7 +117,7 @@ class NatsServer:
         return self._child is not None and self._child.returncode is None
 
     async def start(self) -> None:
-        """Start the server and return once it answers.
+        """Starts the server and returns once it answers.
 
         Raises:
             BinaryNotFound: There is no nats-server on this machine.
@@ -153,7 +153,7 @@ class NatsServer:
             raise
 
     async def stop(self, *, grace: float = 5.0) -> None:
-        """End the server in an orderly way; harmless when it is not running."""
+        """Ends the server in an orderly way; harmless when it is not running."""
         if self._child is not None:
             child, self._child = self._child, None
             await child.stop(grace=grace)
@@ -164,7 +164,7 @@ class NatsServer:
         await self.stop(grace=0)
 
     async def restart(self) -> None:
-        """Start again on the same port and store, after `kill`, `stop`, or while running."""
+        """Starts again on the same port and store, after `kill`, `stop`, or while running."""
         await self.stop()
         async with asyncio.timeout(self._timeout):
             while True:
