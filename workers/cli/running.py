@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Coroutine
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import click
 
@@ -27,6 +27,16 @@ OWNER_ENV: Final = "INFERBUS_OWNER"
 
 Work = Callable[[Client], Coroutine[Any, Any, int]]
 """A command's coroutine: takes a connected client, returns the exit code."""
+
+
+class CommandFailed(click.ClickException):
+    """A command cannot do its work; one line says why."""
+
+    exit_code = EXIT_FAILED
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Prints the line on standard error."""
+        print_error(self.message)
 
 
 def exit_code(error: InferbusError) -> int:

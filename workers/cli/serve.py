@@ -16,6 +16,7 @@ import click
 from inferbus.schemas.fleet import Role
 from inferbus.schemas.subjects import escape
 from inferbus.workers.cli.options import Command, settings_of, settings_options
+from inferbus.workers.cli.prerequisites import check_demo_model, check_worker
 from inferbus.workers.cli.running import EXIT_FAILED, run_coroutine
 from inferbus.workers.observe import logs
 
@@ -47,6 +48,7 @@ def worker(role: Role, scripted: Path | None, engine_flags: tuple[str, ...], **o
     settings = settings_of(options)
     if scripted is not None and engine_flags:
         raise click.UsageError(f"a scripted worker takes no SGLang flags: {' '.join(engine_flags)}")
+    check_worker(scripted=scripted is not None)
     from inferbus.workers.roles import run
 
     return run(role, settings, engine_flags, scripted=scripted)
@@ -81,6 +83,9 @@ def up(**options: Any) -> int:
 
     if options["mps"] and options["aggregated"]:
         raise click.UsageError("--mps is for two workers that share a GPU; --aggregated starts one")
+    check_worker(scripted=options["scripted"] is not None)
+    if options["model_path"] is None and options["scripted"] is None:
+        check_demo_model()
     logs.configure(level="ERROR", format="text")
     try:
         return run_coroutine(lambda: _up(**options))

@@ -24,7 +24,7 @@ from inferbus.schemas.errors import (
 )
 from inferbus.workers import roles
 from inferbus.workers.bus.errors import NotPermitted
-from inferbus.workers.cli import main
+from inferbus.workers.cli import main, prerequisites
 from inferbus.workers.cli.ask import parse_params
 from inferbus.workers.cli.main import inferbus
 from inferbus.workers.cli.running import (
@@ -132,6 +132,48 @@ def test_a_scripted_worker_has_no_engine_to_give_flags_to(
     assert main(["worker", "both", "--scripted", str(script), "--tp", "2"]) == 2
     assert "--tp 2" in capsys.readouterr().err
     assert started == []
+
+
+@pytest.mark.parametrize("command", [["worker", "both"], ["up"]])
+def test_a_worker_on_another_platform_is_one_line(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert main(command) == 1
+    assert capsys.readouterr().err == (
+        "inferbus: workers run on Linux only; the client and the other commands run here too\n"
+    )
+
+
+@pytest.mark.parametrize("command", [["worker", "both"], ["up"]])
+def test_sglang_on_another_python_is_one_line(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 14, 0, "final", 0))
+    assert main(command) == 1
+    assert capsys.readouterr().err.startswith("inferbus: SGLang needs Python 3.11 or 3.12 and this is 3.14;")
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "extra"),
+    [
+        (["worker", "both"], "sglang", "gpu"),
+        (["worker", "both"], "uvloop", "worker"),
+        (["up"], "nixl", "gpu"),
+        (["up"], "numpy", "gpu"),
+    ],
+)
+def test_a_missing_package_is_one_line_that_names_its_extra(
+    command: list[str],
+    module: str,
+    extra: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    find = prerequisites.find_spec
+    monkeypatch.setattr(prerequisites, "find_spec", lambda name: None if name == module else find(name))
+    assert main(command) == 1
+    assert capsys.readouterr().err == f"inferbus: {module} not installed: pip install 'inferbus[{extra}]'\n"
 
 
 def test_flag_environment_and_file_are_one(
