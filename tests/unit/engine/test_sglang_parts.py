@@ -20,7 +20,7 @@ import pytest
 
 from inferbus.schemas.errors import ContextLengthExceeded, InvalidRequest, TransferFailed
 from inferbus.schemas.fleet import Bootstrap
-from inferbus.schemas.requests import parse
+from inferbus.schemas.requests import ChatRequest, parse
 from inferbus.workers.engine import cpu
 from inferbus.workers.engine.cpu import detect
 from inferbus.workers.engine.sglang import LaunchFailed, bootstrap, options, version
@@ -238,7 +238,7 @@ def test_the_cpu_platform_is_there_where_nothing_else_is(monkeypatch: pytest.Mon
 
 def test_importing_the_adapter_imports_neither_sglang_nor_torch() -> None:
     code = (
-        "import sys, inferbus.workers.engine.interface, workers.engine.sglang, workers.engine.cpu;"
+        "import sys; from inferbus.workers.engine import cpu, interface, sglang;"
         "sys.exit(bool({'sglang', 'torch', 'nixl', 'psutil'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -269,7 +269,7 @@ async def test_of_prompts_that_come_at_once_the_first_are_converted_first_and_a_
     serving = Serving(SimpleNamespace(tokenizer_manager=manager, template_manager=None, server_args=None))
 
     names = [str(number) for number in range(50)]
-    asked = [parse("chat", {"messages": [{"role": "user", "content": name}]}) for name in names]
+    asked = [ChatRequest(messages=[{"role": "user", "content": name}]) for name in names]
     converted = [asyncio.create_task(serving.convert(each)) for each in asked]
     await eventually(lambda: len(begun) == THREADS)
     assert sorted(begun) == names[:THREADS]

@@ -45,10 +45,12 @@ class SGLangPrompt:
 
     @property
     def token_ids(self) -> list[int]:
+        """See `Prompt.token_ids`."""
         return self._token_ids
 
     @property
     def choices(self) -> int:
+        """See `Prompt.choices`."""
         return self._choices
 
     def leg(self, index: int, *, rid: str) -> Leg:
@@ -62,9 +64,11 @@ class SGLangPrompt:
         )
 
     def answer(self) -> Answer:
+        """See `Prompt.answer`."""
         return self._answer()
 
     def resumed(self, token_ids: list[int], text: str) -> SGLangPrompt | None:
+        """See `Prompt.resumed`."""
         left = self._sampling["max_new_tokens"] - len(token_ids)
         if not self._resumable or left < 1:
             return None

@@ -82,6 +82,7 @@ class PassThrough:
         return getattr(self._manager, name)
 
     def generate_request(self, source: Any, _request: Any = None) -> Any:
+        """Gives back what it was given."""
         return source
 
 
