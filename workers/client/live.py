@@ -97,8 +97,8 @@ class LiveStream(Stream[C]):
                 question.close()
 
     def _check_permission(self) -> None:
-        """NATS tells of a publish without permission on the connection, not to whom it concerns."""
-        if f"publish {self._subject}".lower() in self._bus.denied:
+        """NATS reports a refused publish on the connection, and does not answer it."""
+        if not self._bus.may_publish(self._subject):
             raise NotPermitted(f"not permitted to publish to {self._subject}")
 
     async def _cancel(self) -> None:

@@ -23,6 +23,7 @@ from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.errors import CONSUMER_NOT_FOUND, NOT_FOUND, ApiError
 from inferbus.workers.bus.interface import Stored
 from inferbus.workers.bus.jetstream import browse, layout
+from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.client.jobs import Job, hand_in, stop
 from inferbus.workers.client.messages import read_result, submission
 from inferbus.workers.client.records import (
@@ -127,15 +128,17 @@ class Operator:
             # Whoever may write letters must not have an operator publish anywhere else.
             raise InvalidSubject(f"dead letter {sequence} does not say which job's subject it came from")
         found = _as_submitted(stored, deadline=deadline)
-        job, before = await hand_in(self._bus, subject, stored.data, found)
+        ack = await hand_in(self._bus, subject, stored.data, found)
         try:
             await self.discard(sequence)
         except BusUnavailable as error:
             raise BusUnavailable(
-                f"dead letter {sequence} was replayed as submission {job} but not removed: {error.message}"
+                f"dead letter {sequence} was replayed as submission {ack.sequence} "
+                f"but not removed: {error.message}"
             ) from error
         name = found.get(headers.JOB_ID) or found[headers.MSG_ID]
-        return Replayed(letter=sequence, job=Job(id=name, owner=address.owner, submission=job), before=before)
+        job = Job(id=name, owner=address.owner, submission=ack.sequence)
+        return Replayed(letter=sequence, job=job, before=ack.duplicate)
 
     async def discard(self, sequence: int) -> bool:
         """Removes a dead letter for good; whether it was there."""
@@ -297,7 +300,7 @@ class Operator:
 
     async def _last(self, stream: str, subject: str) -> Stored | None:
         try:
-            return await self._bus.last(stream, subject)
+            return await JetStream(self._bus).last(stream, subject)
         except ApiError as error:
             if error.status != NOT_FOUND:
                 raise

@@ -13,7 +13,7 @@ from inferbus.schemas.errors import InvalidSubject
 from inferbus.schemas.headers import Status
 from inferbus.schemas.subjects import JobAddress, JobClass, Kind, Subjects, escape, unescape
 from inferbus.workers.bus.interface import Stored
-from inferbus.workers.bus.jetstream.client import moment
+from inferbus.workers.bus.jetstream.client import parse_time
 
 NO_END: Final = dt.timedelta(days=3650)
 """How long a pause without an end is asked for; one that is a year or more away counts as such."""
@@ -233,7 +233,7 @@ def queue_address(filter: str, subjects: Subjects) -> JobAddress | None:
 def paused_until(info: Mapping[str, Any]) -> dt.datetime | None:
     """Until when a consumer is paused, if it is."""
     until = info["config"].get("pause_until")
-    return moment(until) if until and info.get("paused") else None
+    return parse_time(until) if until and info.get("paused") else None
 
 
 def job_id(stored: Stored) -> str:
