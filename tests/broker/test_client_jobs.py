@@ -385,8 +385,8 @@ async def test_a_job_whose_acknowledgement_was_lost_is_stored_once(
 ) -> None:
     request, lost = client.bus.request, []
 
-    async def requesting(subject: str, *arguments: Any) -> Message:
-        answer = await request(subject, *arguments)
+    async def requesting(*arguments: Any, **options: Any) -> Message:
+        answer = await request(*arguments, **options)
         if not lost:
             lost.append(answer)
             raise BusUnavailable("no answer")

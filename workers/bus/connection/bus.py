@@ -151,7 +151,7 @@ class Bus:
 
     @property
     def reconnects(self) -> int:
-        """How often the connection was made anew."""
+        """How often the connection was made again."""
         return int(self._client.stats["reconnects"])
 
     def may_publish(self, subject: str) -> bool:
@@ -224,11 +224,11 @@ class Bus:
         return subscription
 
     def private_subject(self) -> str:
-        """The first part of subjects that only this process uses, for subscriptions of one's own."""
+        """A prefix of subjects that only this process uses."""
         return f"{self._inboxes.prefix}.{secrets.token_hex(11)}"
 
     def inbox(self, callback: Callback) -> Inbox:
-        """A reply subject of one's own for any number of answers; close it when done."""
+        """A new reply subject for any number of answers; close it when done."""
         return self._inboxes.open(callback)
 
     @property
@@ -237,7 +237,7 @@ class Bus:
         return len(self._inboxes)
 
     def probe_inbox(self, callback: Callable[[str], None]) -> Inbox:
-        """A reply subject that tells when a message found nobody.
+        """A reply subject that reports messages without a subscriber.
 
         A message sent with it as its reply comes back as status 503 when nobody listens on its subject;
         `callback` gets that subject. With somebody there, nothing comes back.
@@ -266,7 +266,7 @@ class Bus:
         with self._requests.open(subject) as (reply, answer):
             try:
                 async with asyncio.timeout(timeout):
-                    # Nothing is queued while NATS is away: it would be sent long after its sender gave up.
+                    # Nothing is queued while NATS is away: it would be sent after the timeout.
                     await self._connected.wait()
                     self.send(subject, data, headers, reply=reply)
                     message = await answer

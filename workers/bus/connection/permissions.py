@@ -64,11 +64,11 @@ class Permissions:
 
 def parse_refusal(error: str) -> Refusal | None:
     """The refusal in the text of an error of the server; None for any other error."""
-    found = _VIOLATION.search(error)
-    if found is None:
+    match = _VIOLATION.search(error)
+    if match is None:
         return None
-    action: Action = "publish" if found["action"].lower() == "publish" else "subscription"
-    return Refusal(action, found["subject"].lower())
+    action: Action = "publish" if match["action"].lower() == "publish" else "subscription"
+    return Refusal(action, match["subject"].lower())
 
 
 def _matches(pattern: str, subject: str) -> bool:

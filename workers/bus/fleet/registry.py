@@ -194,7 +194,7 @@ class Registry:
 
     Args:
         bus: The connection.
-        info: Of this worker; its load is taken anew for every announcement.
+        info: Of this worker; its load is asked for before every announcement.
         settings: For the interval.
         load: The load now.
     """

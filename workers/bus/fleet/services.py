@@ -58,7 +58,7 @@ class Endpoint:
         self.reset()
 
     def reset(self) -> None:
-        """Counts anew."""
+        """Sets the counters to zero."""
         self.requests = 0
         self.errors = 0
         self.last_error = ""

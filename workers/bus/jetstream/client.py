@@ -164,10 +164,10 @@ class JetStream:
         """See `Broker`.
 
         Args:
-            subject: Of a stream.
+            subject: See `Broker`, as for `data`, `headers` and `expect`.
             data: The body.
-            headers: With `Nats-Msg-Id`, a second publish within the stream's window is dropped.
-            expect: Only if the subject's newest message has this sequence (0: it holds none).
+            headers: Its headers.
+            expect: The sequence of the subject's newest message.
             timeout: Seconds to wait for one acknowledgement.
             resend: Send it again where none comes, under the same message id.
 

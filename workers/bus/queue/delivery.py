@@ -156,7 +156,7 @@ class Heartbeats:
 
     Args:
         ack_wait: Of the consumers, in seconds; the shortest where they differ.
-        stalled: Called when this process is found to have been stopped for a while.
+        stalled: Called after this process was stopped for a while.
 
     Attributes:
         sent: Heartbeats so far.

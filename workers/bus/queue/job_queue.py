@@ -58,7 +58,7 @@ class JobQueue:
         bus: The connection.
         classes: The classes.
         ack_wait: Of their consumers, in seconds; the shortest where they differ.
-        recreate: Makes the consumers anew, after somebody deleted one.
+        recreate: Makes the consumers again, after somebody deleted one.
         clock: Monotonic seconds.
 
     Attributes:
