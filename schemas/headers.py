@@ -90,6 +90,12 @@ class Continuation(msgspec.Struct, frozen=True):
         return f"{self.attempt}:{self.chunks}"
 
 
+def number(headers: Mapping[str, str] | None, name: str) -> int | None:
+    """A count or a sequence in a header; None where it is missing or is no number of at most 18 digits."""
+    text = (headers or {}).get(name, "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
+
+
 def parse_continues(headers: Mapping[str, str] | None) -> Continuation | None:
     """Which older attempt a chunk goes on after; None where it starts anew, or says something unreadable."""
     found = _CONTINUATION.fullmatch((headers or {}).get(CONTINUES, ""))

@@ -14,9 +14,9 @@ import structlog
 from inferbus.schemas import codec, headers
 from inferbus.schemas.errors import PayloadTooLarge
 from inferbus.schemas.subjects import JobClass, JobKey
-from inferbus.workers.bus.frames import publish_frame
+from inferbus.workers.bus.connection.frames import publish_frame
 from inferbus.workers.bus.interface import Stored
-from inferbus.workers.bus.layout import DEAD, JOBS, RESULTS
+from inferbus.workers.bus.jetstream.layout import DEAD, JOBS, RESULTS
 from inferbus.workers.client.messages import read_result
 from inferbus.workers.jobs.attempt import Work
 from inferbus.workers.jobs.quarantine import LAST_ATTEMPTS

@@ -10,7 +10,7 @@ import structlog
 
 from inferbus.schemas import codec, handoff
 from inferbus.schemas.subjects import Subjects
-from inferbus.workers.bus.message import Message
+from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.engine.scripted import Rule, Script, ScriptedEngine
 from inferbus.workers.roles.prefill import Prefill
 from inferbus.workers.roles.slots import Slots

@@ -18,7 +18,7 @@ from inferbus.schemas import headers
 from inferbus.schemas.errors import BusUnavailable, Cancelled, InvalidSubject
 from inferbus.schemas.subjects import Subjects
 from inferbus.workers.bus.interface import Broker, Stored
-from inferbus.workers.bus.layout import CANCEL
+from inferbus.workers.bus.jetstream.layout import CANCEL
 from inferbus.workers.jobs.scope import Scope, Scopes
 
 log = structlog.get_logger()

@@ -39,8 +39,8 @@ from inferbus.schemas.errors import (
 )
 from inferbus.schemas.subjects import Subjects
 from inferbus.workers.bus.interface import Broker, Delivery, Stored
-from inferbus.workers.bus.layout import RESULTS
-from inferbus.workers.bus.layout import STREAM as CHUNKS
+from inferbus.workers.bus.jetstream.layout import RESULTS
+from inferbus.workers.bus.jetstream.layout import STREAM as CHUNKS
 from inferbus.workers.jobs import cancel
 from inferbus.workers.jobs.attempt import Attempts, Outcome, facts
 from inferbus.workers.jobs.cancel import Cancels
@@ -232,7 +232,7 @@ class Deliveries:
             job, _ = envelope.open()  # It may name where its answer goes.
         told = {name: text for name, text in answer.headers.items() if not name.startswith("Nats-")}
         found = told | {headers.SUBMISSION: str(job.submission)}
-        job = msgspec.structs.replace(job, attempt=_number(told[headers.ATTEMPT]))
+        job = msgspec.structs.replace(job, attempt=headers.number(told, headers.ATTEMPT) or 0)
         subject = self._subjects.result(job.owner, job.id)
         store = functools.partial(self._store_once, job, answer.data, found, expect)
         if await self._patiently(subject, store) and not delivery.stale:
@@ -256,7 +256,7 @@ class Deliveries:
         newest = await self._broker.last(CHUNKS, job.reply)
         if newest is None or newest.headers.get(headers.SUBMISSION) != str(job.submission):
             return envelope, False
-        seen = _number(newest.headers.get(headers.ATTEMPT, ""))
+        seen = headers.number(newest.headers, headers.ATTEMPT) or 0
         job = msgspec.structs.replace(job, attempt=max(job.attempt, seen + 1))
         over = job.attempt == seen + 1 and given_up(newest)
         return msgspec.structs.replace(envelope, job=job), over
@@ -400,8 +400,4 @@ class Deliveries:
 
 def _submission(result: Stored) -> int:
     """The submission that a stored result answers."""
-    return _number(result.headers.get(headers.SUBMISSION, ""))
-
-
-def _number(text: str) -> int:
-    return int(text) if text.isascii() and text.isdigit() else 0
+    return headers.number(result.headers, headers.SUBMISSION) or 0

@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from inferbus.schemas import headers
+from inferbus.schemas import codec, headers
+from inferbus.schemas.errors import CallerError
 from inferbus.schemas.headers import Continuation
 from inferbus.workers.bus.interface import Stored
 
@@ -114,9 +115,8 @@ def _read(message: Stored) -> Said | None:
     """A chunk; None for an end mark, an error, or anything else."""
     if not message.data:
         return None
-    decode = msgspec.json.decode if message.data[:1] == b"{" else msgspec.msgpack.decode
     try:
-        body = decode(message.data)
+        body = codec.decode_any(message.data)
         if not isinstance(body, dict) or not isinstance(body.get("seq"), int):
             return None
         text, finished = _text(body)
@@ -127,7 +127,7 @@ def _read(message: Stored) -> Said | None:
             text=text,
             finished=finished,
         )
-    except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
+    except (CallerError, KeyError, TypeError, AttributeError):
         return None
 
 

@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-import msgspec
-
-from inferbus.schemas import headers
+from inferbus.schemas import codec, headers
 from inferbus.schemas.answers import Retrying
+from inferbus.schemas.errors import CallerError
 from inferbus.schemas.subjects import Subjects
 from inferbus.workers.bus.interface import Broker, Stored
-from inferbus.workers.bus.layout import RESULTS
+from inferbus.workers.bus.jetstream.layout import RESULTS
 from inferbus.workers.jobs.job import Job
 
 LAST_ATTEMPTS: Final = 2
@@ -85,9 +84,8 @@ def given_up(message: Stored) -> bool:
     """Whether a message in a job's stream says that its attempt is over, and another will follow."""
     if b"retrying" not in message.data:
         return False
-    decode = msgspec.json.decode if message.data[:1] == b"{" else msgspec.msgpack.decode
     try:
-        decode(message.data, type=Retrying)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        codec.decode_any(message.data, Retrying)
+    except CallerError:
         return False
     return True

@@ -31,7 +31,7 @@ import structlog
 from inferbus.schemas.errors import InferbusError, WorkerError
 from inferbus.schemas.fleet import Load, Role
 from inferbus.schemas.handoff import Transfer
-from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.config import WorkerSettings
 from inferbus.workers.engine.interface import EngineInfo
 from inferbus.workers.jobs.attempt import Outcome

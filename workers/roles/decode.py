@@ -16,11 +16,12 @@ import structlog
 from inferbus.schemas import headers
 from inferbus.schemas.errors import CallerError, Draining, InferbusError
 from inferbus.schemas.subjects import CLASSES
-from inferbus.workers.bus.connection import Bus
-from inferbus.workers.bus.message import Callback, Message
-from inferbus.workers.bus.pull import JobQueue
-from inferbus.workers.bus.registry import Registry
-from inferbus.workers.bus.services import Endpoint
+from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.connection.message import Callback, Message
+from inferbus.workers.bus.fleet.registry import Registry
+from inferbus.workers.bus.fleet.services import Endpoint
+from inferbus.workers.bus.jetstream.client import JetStream
+from inferbus.workers.bus.queue.job_queue import JobQueue
 from inferbus.workers.config import WorkerSettings
 from inferbus.workers.engine.interface import Engine
 from inferbus.workers.jobs.attempt import Attempts, Outcome
@@ -75,6 +76,7 @@ class Decode:
         metrics: Metrics | None = None,
     ) -> None:
         self._bus = bus
+        self._jetstream = JetStream(bus)
         self._engine = engine
         self._settings = settings
         self._metrics = metrics
@@ -85,15 +87,15 @@ class Decode:
         self._supply: PrefillGate | None = None
         self._supplying: asyncio.Task[None] | None = None
         self._attempts = Attempts(
-            bus,
+            self._jetstream,
             Answering(engine, self._legs(registry, queue)),
             worker=settings.worker,
             probe_every=settings.client_gone_every,
             patience=settings.deadline,
         )
-        self._cancels = Cancels(bus, self._attempts.scopes, bus.subjects)
+        self._cancels = Cancels(self._jetstream, self._attempts.scopes, bus.subjects)
         deliveries = Deliveries(
-            bus,
+            self._jetstream,
             self._attempts,
             self._cancels,
             subjects=bus.subjects,
@@ -207,7 +209,7 @@ class Decode:
             self._tasks.start(self._cancels.catch_up())
 
     def _refuse(self, envelope: Envelope, error: InferbusError) -> None:
-        reply = Reply(self._bus, envelope.job, self._served)
+        reply = Reply(self._jetstream, envelope.job, self._served)
         reply.whole(error_body(envelope.job, error))
         reply.end("error")
         if self._metrics is not None:

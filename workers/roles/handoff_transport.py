@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from inferbus.schemas.fleet import WorkerInfo
-from inferbus.workers.bus.connection import Bus
-from inferbus.workers.bus.inbox import Inbox
-from inferbus.workers.bus.message import NO_RESPONDERS, Message
+from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.connection.inbox import Inbox
+from inferbus.workers.bus.connection.message import NO_RESPONDERS, Message
 
 
 class BusHandoffTransport:

@@ -13,8 +13,8 @@ import structlog
 
 from inferbus.schemas.errors import BusUnavailable, CallerError, Draining, InferbusError, Overloaded
 from inferbus.schemas.subjects import Subjects
+from inferbus.workers.bus.connection.message import Callback, Message
 from inferbus.workers.bus.interface import Delivery, Stored
-from inferbus.workers.bus.message import Callback, Message
 from inferbus.workers.jobs.attempt import Attempts, facts
 from inferbus.workers.jobs.delivery import Deliveries
 from inferbus.workers.jobs.job import Envelope, live

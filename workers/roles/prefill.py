@@ -21,9 +21,9 @@ from inferbus.schemas.errors import (
     PrefillFailed,
 )
 from inferbus.schemas.subjects import LIVE_OWNER
-from inferbus.workers.bus.connection import Bus
-from inferbus.workers.bus.message import Message
-from inferbus.workers.bus.services import Endpoint
+from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.connection.message import Message
+from inferbus.workers.bus.fleet.services import Endpoint
 from inferbus.workers.engine.interface import Delta, Engine, Leg, Rendezvous
 from inferbus.workers.observe.metrics import Metrics
 from inferbus.workers.roles.program import finished_within

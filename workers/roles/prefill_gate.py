@@ -11,8 +11,8 @@ import asyncio
 
 import structlog
 
-from inferbus.workers.bus.pull import JobQueue
-from inferbus.workers.bus.registry import Registry
+from inferbus.workers.bus.fleet.registry import Registry
+from inferbus.workers.bus.queue.job_queue import JobQueue
 from inferbus.workers.pairing.picker import Picker
 
 log = structlog.get_logger()

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
-from inferbus.workers.bus.services import Endpoint
+from inferbus.workers.bus.fleet.services import Endpoint
 
 
 class Program(Protocol):

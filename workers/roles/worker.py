@@ -29,11 +29,12 @@ import uvloop
 
 from inferbus.schemas.errors import BusUnavailable, InferbusError
 from inferbus.schemas.fleet import Load, Role, State, WorkerInfo
-from inferbus.workers.bus.connection import Bus
-from inferbus.workers.bus.pull import JobQueue
-from inferbus.workers.bus.registry import Registry
-from inferbus.workers.bus.services import Service
-from inferbus.workers.bus.streams import job_queue, provision
+from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.fleet.registry import Registry
+from inferbus.workers.bus.fleet.services import Service
+from inferbus.workers.bus.jetstream.provision import provision
+from inferbus.workers.bus.queue.consumers import job_queue
+from inferbus.workers.bus.queue.job_queue import JobQueue
 from inferbus.workers.config import Settings
 from inferbus.workers.engine.interface import Engine
 from inferbus.workers.engine.launch import launch
