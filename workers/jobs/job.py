@@ -28,7 +28,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         reply: Subject of the answer.
         content_type: Of request and answer.
         deadline: When it expires.
-        traceparent: W3C trace context.
     """
 
     id: str
@@ -42,7 +41,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     reply: str
     content_type: str = codec.JSON
     deadline: dt.datetime | None = None
-    traceparent: str | None = None
 
     @property
     def key(self) -> JobKey:
@@ -126,7 +124,6 @@ def live(
         arrived=message.time,
         reply=subjects.check_reply(reply, owner=LIVE_OWNER, prefixes=replies),
         content_type=_readable_type(message.headers),
-        traceparent=message.headers.get(headers.TRACEPARENT),
     )
     return Envelope(job=job, body=message.data, headers=message.headers, subjects=subjects, replies=replies)
 
@@ -150,7 +147,6 @@ def durable(message: Stored, *, attempt: int, subjects: Subjects, replies: tuple
         arrived=message.time,
         reply=subjects.stream(address.owner, job_id),
         content_type=_readable_type(message.headers),
-        traceparent=message.headers.get(headers.TRACEPARENT),
     )
     return Envelope(job=job, body=message.data, headers=message.headers, subjects=subjects, replies=replies)
 

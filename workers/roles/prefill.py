@@ -153,7 +153,6 @@ class Prefill:
                 worker=self._worker,
                 cached_tokens=meta.get("cached_tokens") or 0,
                 seconds=time.monotonic() - started,
-                input_logprobs=meta.get("input_token_logprobs"),
                 transfer=last.transfer if last is not None else None,
             )
             log.info("handoff.done", **_facts(request, answer))
