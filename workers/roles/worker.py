@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -42,6 +41,7 @@ from inferbus.workers.observe.metrics import Metrics
 from inferbus.workers.roles.decode import Decode
 from inferbus.workers.roles.prefill import Prefill
 from inferbus.workers.roles.program import Program
+from inferbus.workers.roles.signals import StopSignals, restored
 from inferbus.workers.roles.slots import Slots
 
 log = structlog.get_logger()
@@ -68,7 +68,7 @@ def run(
     """
     logs.configure(cache=True, worker=settings.worker.worker, role=role)
     # uvloop is what SGLang runs on as well, and takes a third off a chunk's way.
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with restored(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_Worker(role, settings, engine_argv, scripted).main())
 
 
@@ -80,8 +80,7 @@ class _Worker:
         self._settings = settings
         self._engine_argv = engine_argv
         self._scripted = scripted
-        self._stop = asyncio.Event()
-        self._hurry = asyncio.Event()
+        self._signals = StopSignals()
         self._started = time.time()
 
     async def main(self) -> int:
@@ -134,7 +133,8 @@ class _Worker:
                 measured.watch(lambda: registry.info.load, bus)
             program = await self._program(bus, engine, registry, slots, measured)
             slots.changed = program.slots_changed
-            self._catch_signals()
+            # After the engine is up: SGLang takes SIGTERM for itself while it starts.
+            self._signals.catch()
             # Before it takes anything: a server that does not answer for a moment fails this start.
             async with self._service(bus, described, program):
                 await program.start()
@@ -147,7 +147,7 @@ class _Worker:
             if code == EXIT_OK:
                 await registry.announce("draining")
                 log.info("worker.draining", busy=slots.busy)
-                await program.drain(grace=settings.grace, hurry=self._hurry)
+                await program.drain(grace=settings.grace, hurry=self._signals.hurry)
                 try:
                     await bus.flush()
                 except BusUnavailable as error:
@@ -161,14 +161,21 @@ class _Worker:
     ) -> Program:
         settings = self._settings.worker
         if self._role == "prefill":
-            worker, replies = settings.worker, settings.reply_prefixes
-            return Prefill(bus, engine, slots, worker=worker, replies=replies, metrics=measured)
+            worker = settings.worker
+            return Prefill(bus, engine, slots, worker=worker, replies=self._replies, metrics=measured)
         queue: JobQueue = await job_queue(bus, engine.info.model, settings)
         fleet = registry if self._role == "decode" else None
         window = self._settings.streams.duplicate_window
+        settings = msgspec.structs.replace(settings, reply_prefixes=self._replies)
         return Decode(
             bus, engine, fleet, queue, settings=settings, slots=slots, window=window, metrics=measured
         )
+
+    @property
+    def _replies(self) -> tuple[str, ...]:
+        """Where answers may go: as the settings say, and to the inboxes of this worker's own fleet."""
+        given, own = self._settings.worker.reply_prefixes, f"{self._settings.bus.inbox_prefix}."
+        return given if own in given else (*given, own)
 
     async def _provision_again(self, bus: Bus) -> None:
         """After every reconnection: streams in memory do not outlive their server."""
@@ -195,12 +202,13 @@ class _Worker:
             description=f"{info.role} worker of {info.model}",
             metadata=metadata | {name: str(value) for name, value in capacity.items()},
             endpoints=program.endpoints,
+            replies=self._replies,
         )
 
     async def _until_stopped(self, bus: Bus, engine: Engine) -> int:
         """Waits for a signal, the end of the connection, or an engine that answers no more."""
         ends = {
-            asyncio.create_task(self._stop.wait()): EXIT_OK,
+            asyncio.create_task(self._signals.stop.wait()): EXIT_OK,
             asyncio.ensure_future(bus.closed.wait()): EXIT_NATS,
             asyncio.create_task(self._engine_lost(engine)): EXIT_ENGINE,
         }
@@ -218,17 +226,6 @@ class _Worker:
             await asyncio.sleep(HEALTH_INTERVAL)
             misses = 0 if await engine.healthy() else misses + 1
         log.error("engine.lost")
-
-    def _catch_signals(self) -> None:
-        """After the engine is up: SGLang takes SIGTERM for itself while it starts."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._told_to_stop)
-
-    def _told_to_stop(self) -> None:
-        if self._stop.is_set():
-            self._hurry.set()
-        self._stop.set()
 
     def _info(self, state: State, engine: Engine, slots: Slots) -> WorkerInfo:
         info = engine.info
