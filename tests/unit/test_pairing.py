@@ -114,8 +114,7 @@ class FakeEngine:
                     self.times -= 1
                     raise self.error
                 finish = Finish(reason="length") if step == 1 else None
-                meta = {"prompt_tokens": len(leg.token_ids), "cached_tokens": 0}
-                yield Delta(index=leg.index, token_ids=[step], text="", finish=finish, meta=meta)
+                yield Delta(index=leg.index, token_ids=[step], text="", finish=finish, cached_tokens=0)
         finally:
             self.closed.append(leg.rid)
 
@@ -160,7 +159,7 @@ async def test_both_legs_get_the_same_request_and_room_and_the_answer_names_both
 
 async def test_cached_tokens_are_what_prefill_says() -> None:
     deltas = await run(paired(FakeEngine(), FakeWire(done)))
-    assert {delta.meta["cached_tokens"] for delta in deltas} == {2}
+    assert {delta.cached_tokens for delta in deltas} == {2}
 
 
 async def test_three_choices_get_three_rooms_and_three_ids_of_one_length() -> None:

@@ -100,7 +100,7 @@ class TokensAnswer:
         self._open -= 1
         if index == 0:
             # A later choice finds the prompt that the first one cached: only the first one's count tells.
-            self._cached = delta.meta.get("cached_tokens")
+            self._cached = delta.cached_tokens
         chunk.finish_reason, chunk.matched = choice.finish_reason, choice.matched
         if not self._open:
             chunk.usage = self._usage()

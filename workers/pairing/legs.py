@@ -165,11 +165,10 @@ class Paired:
             done = await prefilling.done()
             if first is None:
                 return
-            for_meta = {"cached_tokens": done.cached_tokens}
-            first.meta |= for_meta
+            first.cached_tokens = done.cached_tokens
             yield first
             async for delta in deltas:
-                delta.meta |= for_meta
+                delta.cached_tokens = done.cached_tokens
                 yield delta
 
 

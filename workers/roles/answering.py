@@ -127,13 +127,20 @@ class ResumedDeltas:
         said = self._point.token_ids if self._point is not None else []
         if self._point is not None:
             self.repeating = True
-            meta = {"prompt_tokens": self._prompt, "completion_tokens": len(said), "cached_tokens": 0}
-            yield Delta(index=0, token_ids=list(said), text=self._point.text, finish=None, meta=meta)
+            yield Delta(
+                index=0,
+                token_ids=list(said),
+                text=self._point.text,
+                finish=None,
+                prompt_tokens=self._prompt,
+                completion_tokens=len(said),
+                cached_tokens=0,
+            )
             self.repeating = False
         async for delta in deltas:
             if said:
-                delta.meta["prompt_tokens"] = self._prompt
-                delta.meta["completion_tokens"] = delta.meta.get("completion_tokens", 0) + len(said)
+                delta.prompt_tokens = self._prompt
+                delta.completion_tokens += len(said)
             if self._record:
                 self._token_ids.extend(delta.token_ids)
             yield delta

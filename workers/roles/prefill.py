@@ -148,10 +148,9 @@ class Prefill:
         try:
             async with asyncio.timeout(request.timeout):
                 last = await self._compute(request)
-            meta = last.meta if last is not None else {}
             answer = handoff.Done(
                 worker=self._worker,
-                cached_tokens=meta.get("cached_tokens") or 0,
+                cached_tokens=(last.cached_tokens or 0) if last is not None else 0,
                 seconds=time.monotonic() - started,
                 transfer=last.transfer if last is not None else None,
             )

@@ -77,7 +77,7 @@ class TextAnswer:
             if delta.finish is not None:
                 self._reasons[index] = delta.finish.reason
                 if index == 0:
-                    self._cached = delta.meta.get("cached_tokens")
+                    self._cached = delta.cached_tokens
                 yield self._message([self._choice(index, {} if self._chat else "", delta.finish.reason)])
         if None in self._reasons:
             raise EngineFailed("the engine ended without finishing every choice")
