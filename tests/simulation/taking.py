@@ -128,7 +128,7 @@ class Heartbeats:
 
 
 class SimulatedQueue:
-    """Where a worker's jobs come from: `roles.intake.Queue` by the rules of `bus.pull`."""
+    """Where a worker's jobs come from: `roles.intake.JobSource` by the rules of `bus.pull`."""
 
     def __init__(self, connection: Connection, signs: Heartbeats, weights: Mapping[JobClass, int]) -> None:
         self._connection = connection

@@ -3,7 +3,7 @@
 One request passes through an engine in three steps. `prepare` checks it,
 renders and tokenises it: the result is a `Prompt`. `generate` runs one choice
 of it as one engine call, a `Leg`, and yields `Delta`s. `Prompt.answer` makes
-an `Answer`, which turns the deltas of all legs into messages for the caller.
+an `AnswerFormatter`, which turns the deltas of all legs into messages for the caller.
 The legs of one request are separate engine calls because SGLang's own `n > 1`
 shares one room between its samples and hangs with prefill apart from decode.
 """
@@ -82,7 +82,7 @@ class Delta(msgspec.Struct, kw_only=True, gc=False):
     transfer: Transfer | None = None
 
 
-class Answer(Protocol):
+class AnswerFormatter(Protocol):
     """Turns the deltas of one request into the caller's messages. Used once."""
 
     def chunks(self, deltas: AsyncIterable[Delta]) -> AsyncGenerator[msgspec.Struct | bytes, None]:
@@ -115,7 +115,7 @@ class Prompt(Protocol):
         """The engine call of one choice, without a rendezvous."""
         ...
 
-    def answer(self) -> Answer:
+    def answer(self) -> AnswerFormatter:
         """A fresh formatter for one attempt."""
         ...
 

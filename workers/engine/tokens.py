@@ -29,7 +29,7 @@ LOWEST_LOGPROB: Final = -9999.0
 
 
 class TokensAnswer:
-    """`inferbus.workers.engine.interface.Answer` of the kind `tokens`; used once.
+    """`inferbus.workers.engine.interface.AnswerFormatter` of the kind `tokens`; used once.
 
     The chunks come with an empty `job`, attempt 0 and `seq` 0, for the role to set.
 

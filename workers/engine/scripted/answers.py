@@ -18,7 +18,7 @@ OBJECTS: Final = {
 
 
 class TextAnswer:
-    """`inferbus.workers.engine.interface.Answer` of the kinds `chat` and `completions`; used once."""
+    """`AnswerFormatter` of the kinds `chat` and `completions`; used once."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ _GROWING: Final = ("output_token_logprobs", "output_top_logprobs", "output_token
 
 
 class OpenAIAnswer:
-    """`Answer` of the kinds `chat` and `completions`.
+    """`AnswerFormatter` of the kinds `chat` and `completions`.
 
     Args:
         handler: SGLang's `OpenAIServingChat` or `OpenAIServingCompletion`, on a `PassThrough`.
