@@ -19,14 +19,17 @@ PROBE: Final = 1.0
 
 
 class SimulatedDelivery:
-    """One delivery of one job; implements `Delivery` by the rules of `bus.queue.delivery`."""
+    """One delivery of one job; implements `Delivery` by the rules of `inferbus.workers.bus.delivery`."""
 
-    def __init__(self, connection: Connection, message: Stored, attempt: int, signs: Heartbeats) -> None:
+    def __init__(
+        self, connection: Connection, message: Stored, attempt: int, lane: JobClass, signs: Heartbeats
+    ) -> None:
         self._connection = connection
         self._signs = signs
         self._time = connection.server.time
         self.message = message
         self.attempt = attempt
+        self.lane = lane
         self.received = self.seen = self._time.now
         self.epoch = connection.epoch
         self.ended = False
@@ -65,6 +68,10 @@ class SimulatedDelivery:
         """See `Delivery`."""
         await self.ack()
 
+    async def progress(self) -> None:
+        """See `Delivery`."""
+        self.beat()
+
     def beat(self) -> None:
         """A sign of life."""
         if self.stale:
@@ -92,7 +99,7 @@ class SimulatedDelivery:
 
 
 class Heartbeats:
-    """Signs of life of one process, as `inferbus.workers.bus.queue.delivery` gives them."""
+    """Signs of life of one process, as `inferbus.workers.bus.delivery` gives them."""
 
     def __init__(self, connection: Connection, *, ack_wait: float) -> None:
         self.ack_wait = ack_wait
@@ -121,13 +128,13 @@ class Heartbeats:
 
 
 class SimulatedQueue:
-    """Where a worker's jobs come from: `roles.intake.Queue` by the rules of `bus.queue`."""
+    """Where a worker's jobs come from: `roles.intake.JobSource` by the rules of `bus.pull`."""
 
     def __init__(self, connection: Connection, signs: Heartbeats, weights: Mapping[JobClass, int]) -> None:
         self._connection = connection
         self._signs = signs
         self._fair = Fair({str(name): weight for name, weight in weights.items()})
-        self._classes = tuple(weights)
+        self._lanes = tuple(weights)
         self.held: deque[SimulatedDelivery] = deque()
         self._changed = asyncio.Event()
         self._stopped = self._asking = False
@@ -174,16 +181,16 @@ class SimulatedQueue:
         self._changed.clear()
         if not self._connection.up:
             return
-        for job_class in self._classes:
-            self._pull(job_class, wait=True)
+        for lane in self._lanes:
+            self._pull(lane, wait=True)
         try:
             await self._changed.wait()
         finally:
             self._withdraw()
 
-    async def _probe(self, name: str) -> bool:
+    async def _probe(self, lane: str) -> bool:
         server, connection = self._connection.server, self._connection
-        job_class = next(each for each in self._classes if each == name)
+        job_class = next(each for each in self._lanes if each == lane)
         try:
             found = await connection.request(
                 lambda: server.pull(connection, job_class, wait=False), timeout=PROBE
@@ -202,18 +209,18 @@ class SimulatedQueue:
                     break
         return bool(found)
 
-    def _pull(self, job_class: JobClass, *, wait: bool) -> None:
+    def _pull(self, lane: JobClass, *, wait: bool) -> None:
         server, connection = self._connection.server, self._connection
-        connection.tell(lambda: server.pull(connection, job_class, wait=wait))
+        connection.tell(lambda: server.pull(connection, lane, wait=wait))
 
     def _withdraw(self) -> None:
         server, connection = self._connection.server, self._connection
         if connection.up:
             connection.tell(lambda: server.withdraw(connection))
 
-    def _arrived(self, message: Stored, attempt: int, job_class: JobClass) -> None:
+    def _arrived(self, message: Stored, attempt: int, lane: JobClass) -> None:
         self._changed.set()
         if self._connection.server.time.now < self._signs.suspect_until:
             return
-        self._fair.picked(job_class)
-        self.held.append(SimulatedDelivery(self._connection, message, attempt, self._signs))
+        self._fair.picked(lane)
+        self.held.append(SimulatedDelivery(self._connection, message, attempt, lane, self._signs))

@@ -21,9 +21,8 @@ from inferbus.schemas.errors import (
 )
 from inferbus.schemas.fleet import Bootstrap, Capacity, Load, Signature, WorkerInfo
 from inferbus.workers.engine.interface import Delta, EngineInfo, Finish, Leg
-from inferbus.workers.jobs.reply import Served
 from inferbus.workers.pairing.handoff import Handoffs
-from inferbus.workers.pairing.legs import Paired, generate
+from inferbus.workers.pairing.legs import Paired, RunLeg, RunningLeg, generate
 from inferbus.workers.pairing.picker import PREFIX_TOKENS, Picker
 from tests.support.eventually import eventually
 
@@ -122,8 +121,7 @@ class FakeEngine:
                     self.times -= 1
                     raise self.error
                 finish = Finish(reason="length") if step == 1 else None
-                meta = {"prompt_tokens": len(leg.token_ids), "cached_tokens": 0}
-                yield Delta(index=leg.index, token_ids=[step], text="", finish=finish, meta=meta)
+                yield Delta(index=leg.index, token_ids=[step], text="", finish=finish, cached_tokens=0)
         finally:
             self.closed.append(leg.rid)
 
@@ -147,28 +145,37 @@ def paired(engine: FakeEngine, wire: FakeWire, *names: str, timeout: float = 5.0
     return Paired(engine, Picker(SIGNATURE, lambda: workers), handoffs)  # type: ignore[arg-type]
 
 
-async def run(pair: Paired, *, choices: int = 1, served: Served | None = None) -> list[Delta]:
-    served = served or Served(worker="d1")
-    return [delta async for delta in generate(FakePrompt(choices), pair, job="j", served=served)]  # type: ignore[arg-type]
+async def run(pair: RunLeg, *, choices: int = 1, ran: list[RunningLeg] | None = None) -> list[Delta]:
+    async def deltas(leg: Leg) -> AsyncGenerator[Delta, None]:
+        async with pair(leg, "j") as running:
+            if ran is not None:
+                ran.append(running)
+            assert running.first is not None
+            yield running.first
+            async for delta in running.deltas:
+                yield delta
+
+    return [delta async for delta in generate(FakePrompt(choices), deltas)]  # type: ignore[arg-type]
 
 
 async def test_both_legs_get_the_same_request_and_room_and_the_answer_names_both_workers() -> None:
-    engine, wire, served = FakeEngine(), FakeWire(done), Served(worker="d1")
-    deltas = await run(paired(engine, wire), served=served)
+    engine, wire, ran = FakeEngine(), FakeWire(done), list[RunningLeg]()
+    deltas = await run(paired(engine, wire), ran=ran)
     [(worker, order)] = wire.asked
     [leg] = engine.legs
     assert leg.rendezvous is not None
     assert (order.rid, order.room, order.token_ids) == (leg.rid, leg.rendezvous.room, leg.token_ids)
     assert 0 < order.room < 2**63
-    assert served.prefill == worker
+    assert [running.prefill for running in ran] == [worker]
     assert [delta.token_ids for delta in deltas] == [[0], [1]]
     assert not wire.open
     assert not wire.aborted
 
 
 async def test_cached_tokens_are_what_prefill_says() -> None:
-    deltas = await run(paired(FakeEngine(), FakeWire(done)))
-    assert {delta.meta["cached_tokens"] for delta in deltas} == {2}
+    ran: list[RunningLeg] = []
+    await run(paired(FakeEngine(), FakeWire(done)), ran=ran)
+    assert [running.cached_tokens for running in ran] == [2]
 
 
 async def test_three_choices_get_three_rooms_and_three_ids_of_one_length() -> None:
@@ -179,6 +186,31 @@ async def test_three_choices_get_three_rooms_and_three_ids_of_one_length() -> No
     rids = {leg.rid for leg in engine.legs}
     assert len(rids) == 3
     assert {len(rid) for rid in rids} == {32}
+
+
+@pytest.mark.parametrize(
+    ("defect", "seen"), [(KeyError("a defect"), KeyError), (asyncio.CancelledError(), EngineFailed)]
+)
+async def test_whatever_ends_one_of_several_legs_ends_the_request(
+    defect: BaseException, seen: type[Exception]
+) -> None:
+    """It hung for ever, and held its slot, where that was no error of ours."""
+    closed: list[int] = []
+
+    async def deltas(leg: Leg) -> AsyncGenerator[Delta, None]:
+        try:
+            yield Delta(index=leg.index, token_ids=[1], text="", finish=None)
+            if leg.index == 1:
+                raise defect
+            await asyncio.Event().wait()
+        finally:
+            closed.append(leg.index)
+
+    async with asyncio.timeout(5):
+        with pytest.raises(seen):
+            async for _ in generate(FakePrompt(3), deltas):  # type: ignore[arg-type]
+                pass
+    assert sorted(closed) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

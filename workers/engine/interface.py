@@ -3,7 +3,7 @@
 One request passes through an engine in three steps. `prepare` checks it,
 renders and tokenises it: the result is a `Prompt`. `generate` runs one choice
 of it as one engine call, a `Leg`, and yields `Delta`s. `Prompt.answer` makes
-an `Answer`, which turns the deltas of all legs into messages for the caller.
+an `AnswerFormatter`, which turns the deltas of all legs into messages for the caller.
 The legs of one request are separate engine calls because SGLang's own `n > 1`
 shares one room between its samples and hangs with prefill apart from decode.
 """
@@ -63,8 +63,11 @@ class Delta(msgspec.Struct, kw_only=True, gc=False):
         token_ids: One or more new tokens; may be none on the last delta.
         text: Their text, as far as it is settled; empty where the engine has no tokenizer.
         finish: On the last delta.
-        meta: The engine's account of the choice so far (SGLang's `meta_info`): `prompt_tokens`,
-            `completion_tokens`, `cached_tokens`, log probabilities of this step's tokens.
+        prompt_tokens: Tokens of the choice's prompt.
+        completion_tokens: Tokens of the choice so far, this delta included.
+        cached_tokens: How many of the prompt's tokens came from a prefix cache; None where that is not known.
+        meta: Whatever else the engine tells its own formatter (SGLang's `meta_info`): log probabilities of
+            this step's tokens, finish reason.
         transfer: Of the KV cache, on the last delta of a prefill leg whose engine can tell.
     """
 
@@ -72,11 +75,14 @@ class Delta(msgspec.Struct, kw_only=True, gc=False):
     token_ids: list[int]
     text: str
     finish: Finish | None
-    meta: dict[str, Any]
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int | None = None
+    meta: dict[str, Any] = {}
     transfer: Transfer | None = None
 
 
-class Answer(Protocol):
+class AnswerFormatter(Protocol):
     """Turns the deltas of one request into the caller's messages. Used once."""
 
     def chunks(self, deltas: AsyncIterable[Delta]) -> AsyncGenerator[msgspec.Struct | bytes, None]:
@@ -109,7 +115,7 @@ class Prompt(Protocol):
         """The engine call of one choice, without a rendezvous."""
         ...
 
-    def answer(self) -> Answer:
+    def answer(self) -> AnswerFormatter:
         """A fresh formatter for one attempt."""
         ...
 

@@ -62,7 +62,7 @@ class Handoffs:
     """Makes hand-offs.
 
     Args:
-        wire: How they travel.
+        transport: How they travel.
         worker: This decode worker's id.
         signature: Of its engine.
         accept_timeout: Seconds within which a worker must say that it takes a hand-off.
@@ -73,7 +73,7 @@ class Handoffs:
 
     def __init__(
         self,
-        wire: HandoffTransport,
+        transport: HandoffTransport,
         *,
         worker: str,
         signature: Signature,
@@ -81,7 +81,7 @@ class Handoffs:
         timeout: float,
         lost: Callable[[WorkerInfo], None] = lambda worker: None,
     ) -> None:
-        self._wire = wire
+        self._transport = transport
         self._worker = worker
         self._signature = signature
         self._accept_timeout = accept_timeout
@@ -108,18 +108,18 @@ class Handoffs:
             ),
             codec.MSGPACK,
         )
-        ticket = self._wire.ask(worker, body, answers)
+        ticket = self._transport.ask(worker, body, answers)
         outcome = asyncio.ensure_future(self._follow(worker, answers))
         try:
             yield Prefilling(worker, outcome)
         finally:
-            self._wire.forget(ticket)
+            self._transport.forget(ticket)
             problem = outcome.exception() if outcome.done() else None
             if problem is not None:
                 log.warning("handoff.failed", job=job, prefill=worker.worker, reason=str(problem))
             if problem is not None or not outcome.done():
                 outcome.cancel()
-                self._wire.tell(worker, codec.encode(handoff.Abort(rid=leg.rid), codec.MSGPACK))
+                self._transport.tell(worker, codec.encode(handoff.Abort(rid=leg.rid), codec.MSGPACK))
 
     async def _follow(self, worker: WorkerInfo, answers: asyncio.Queue[bytes | None]) -> handoff.Done:
         try:
