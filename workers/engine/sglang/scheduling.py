@@ -1,4 +1,4 @@
-"""SGLang's scheduler as a worker needs it: urgent requests first, and short steps; where the user says nothing.
+"""Defaults for SGLang's scheduler: urgent requests first, and short steps.
 
 A first token waits for the step under way, for the one that SGLang has planned behind it, and for its own. So
 the length of a step decides how long a live request waits beside a batch, and how far apart its tokens are.
