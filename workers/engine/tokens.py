@@ -51,10 +51,10 @@ class TokensAnswer:
         self._open = choices
 
     async def chunks(self, deltas: AsyncIterable[Delta]) -> AsyncGenerator[TokenChunk, None]:
-        """One chunk a delta that says something; the last one of the request holds the usage.
+        """One chunk a delta that is not empty; the last one of the request holds the usage.
 
         Raises:
-            EngineFailed: The engine broke its word: a choice ended twice or never, or log
+            EngineFailed: The engine broke its contract: a choice ended twice or never, or log
                 probabilities are missing.
         """
         warnings = self._warnings
@@ -99,7 +99,7 @@ class TokensAnswer:
         self._choices[index] = choice
         self._open -= 1
         if index == 0:
-            # A later choice finds the prompt that the first one cached: only the first one's count tells.
+            # A later choice finds the prompt that the first one cached: only the first one's count is used.
             self._cached = delta.cached_tokens
         chunk.finish_reason, chunk.matched = choice.finish_reason, choice.matched
         if not self._open:

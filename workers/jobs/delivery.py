@@ -79,10 +79,16 @@ class Deliveries:
     Args:
         broker: Where results, replies and dead letters go.
         runner: Makes the attempts.
-        cancels: Knows which jobs their owners gave up.
+        cancels: Knows which jobs their owners cancelled.
         settings: Of the worker.
         observer: Told what became of each delivery.
         clock: Monotonic seconds.
+
+    Attributes:
+        results: Stored ones.
+        dead_letters: Stores them.
+        quarantine: Of last attempts.
+        history: Chunks of earlier attempts.
     """
 
     def __init__(
@@ -211,7 +217,7 @@ class HeldJob:
         parts, scope = self._parts, self._scope()
         forget = parts.runner.scopes.add(scope)
         try:
-            if await parts.cancels.hit(scope):
+            if await parts.cancels.aimed_at(scope):
                 cancel.end(scope)
             resume_points = await parts.history.resume_points(self.attempt)
             if begun is not None:
@@ -255,7 +261,7 @@ class HeldJob:
             attempt, _ = self._envelope.open()
         except CallerError:
             return True
-        return self._parts.runner.expired(attempt) or await self._parts.cancels.hit(self._scope())
+        return self._parts.runner.expired(attempt) or await self._parts.cancels.aimed_at(self._scope())
 
     async def _answered_before(self, result: Result) -> Stored | None:
         """The result of the submission that this one repeats."""
@@ -296,7 +302,7 @@ class HeldJob:
         """Stores the one result, then ends the reply; a second owner's result is dropped.
 
         An owner that was out of touch for too long may still store the first result, and it counts; but it
-        sends nothing more to readers, who may be listening to its successor.
+        sends no more to readers, who may be listening to its successor.
         """
         try:
             ours = await self._store(result, outcome)
@@ -323,7 +329,7 @@ class HeldJob:
         return Scope(attempt.key, submission=attempt.submission, stored=attempt.arrived)
 
     def settled(self, settlement: Settlement, error: InferbusError | None = None, **more: object) -> None:
-        """Logs the end of the delivery, and tells the observer."""
+        """Logs the end of the delivery, and reports it to the observer."""
         level, event = EVENTS[settlement]
         log.log(level, event, **more, **facts(self.attempt))
         self._parts.observer.settled(self.attempt, settlement, error)

@@ -17,7 +17,7 @@ from inferbus.workers.jobs.retry import outlast_outage
 from inferbus.workers.jobs.settings import JobSettings
 
 _IDENTITY: Final = (headers.SUBMISSION, headers.ATTEMPT, headers.WORKER)
-"""What tells one attempt's result from every other's."""
+"""What distinguishes one attempt's result from every other's."""
 
 
 class Results:

@@ -31,7 +31,7 @@ from inferbus.workers.roles.prefill_gate import PrefillGate
 from inferbus.workers.roles.slots import Slots
 
 ACCEPT_TIMEOUT: Final = 5.0
-"""Seconds within which a prefill worker must say that it takes a hand-off."""
+"""Seconds within which a prefill worker must accept a hand-off."""
 
 
 def job_settings(settings: Settings, subjects: Subjects) -> JobSettings:

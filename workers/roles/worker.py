@@ -203,7 +203,7 @@ class _Worker:
         return EXIT_ENGINE
 
     async def _announce_failure(self, reason: str) -> None:
-        """Leaves the reason in the registry, for whoever looks for this worker there."""
+        """Leaves the reason in the registry, where operators look for this worker."""
         with contextlib.suppress(BusUnavailable):
             async with self._connected() as bus:
                 await Registry.announce_once(bus, self._description.failed(reason))
