@@ -27,7 +27,7 @@ from inferbus.workers.roles.program import finished_within
 log = structlog.get_logger()
 
 
-class Decode:
+class DecodeProgram:
     """Answers the requests and jobs of one model; `wiring.decode` builds it.
 
     Args:

@@ -33,7 +33,7 @@ from inferbus.workers.roles.slots import Permit, Slots
 log = structlog.get_logger()
 
 
-class Prefill:
+class PrefillProgram:
     """Serves hand-offs.
 
     Args:
