@@ -140,7 +140,7 @@ class Worker:
         self.loop.end()
 
     async def _drain(self, grace: float) -> None:
-        """As `inferbus.workers.roles.decode.Decode.drain`."""
+        """As `inferbus.workers.roles.decode.DecodeProgram.drain`."""
         await self.intake.drain()
         await self._running[0]
         if not await finished_within(self.tasks.settled(), grace=grace, hurry=self.hurry):
@@ -160,7 +160,7 @@ class Worker:
             self._end(lost=False)
 
     def _connection_changed(self, up: bool) -> None:
-        """As `inferbus.workers.roles.decode.Decode`."""
+        """As `inferbus.workers.roles.decode.DecodeProgram`."""
         if up:
             self.tasks.start(self._cancels.catch_up())
 

@@ -66,9 +66,9 @@ class Delta(msgspec.Struct, kw_only=True, gc=False):
         prompt_tokens: Tokens of the choice's prompt.
         completion_tokens: Tokens of the choice so far, this delta included.
         cached_tokens: How many of the prompt's tokens came from a prefix cache; None where that is not known.
-        meta: Whatever else the engine tells its own formatter (SGLang's `meta_info`): log probabilities of
+        meta: Whatever else the engine has for its own formatter (SGLang's `meta_info`): log probabilities of
             this step's tokens, finish reason.
-        transfer: Of the KV cache, on the last delta of a prefill leg whose engine can tell.
+        transfer: Of the KV cache, on the last delta of a prefill leg whose engine measures it.
     """
 
     index: int
@@ -120,15 +120,15 @@ class Prompt(Protocol):
         ...
 
     def resumed(self, token_ids: list[int], text: str) -> Prompt | None:
-        """The prompt of a request whose answer has come this far already, to go on from there.
+        """The prompt of a request whose answer exists up to here, to be continued.
 
         Args:
             token_ids: The answer's tokens so far.
             text: The text that its reader has.
 
         Returns:
-            None where going on could give another answer than an undisturbed run: several choices, log
-            probabilities, stop strings, grammars, tools, penalties that count what was said, a text that
+            None where continuing could give another answer than an undisturbed run: several choices, log
+            probabilities, stop strings, grammars, tools, penalties that count earlier tokens, a text that
             these tokens do not make.
         """
         ...

@@ -98,7 +98,7 @@ class TokensAnswer:
         self._choices[index] = choice
         self._open -= 1
         if index == 0:
-            # A later choice finds the prompt that the first one cached: only the first one's count tells.
+            # A later choice finds the prompt that the first one cached: only the first one's count is used.
             self._cached = delta.cached_tokens
         chunk.finish_reason, chunk.matched = choice.finish_reason, choice.matched
         if not self._open:

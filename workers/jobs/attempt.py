@@ -53,12 +53,12 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
         return self.submission is not None
 
     def streams(self, request: requests.AnyRequest) -> bool:
-        """Whether chunks are wanted: what the body says, else every durable job, else the kind's default."""
+        """Whether chunks are wanted: by the body, else yes for durable jobs, else by the kind's default."""
         return request.stream if request.stream is not None else (self.durable or request.streams)
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True):
-    """A request as it came, before anything of it was checked.
+    """A request as it was received, before anything in it was checked.
 
     Attributes:
         attempt: With defaults in place of every header that may be wrong, so that its owner gets an answer
@@ -105,7 +105,7 @@ def live(
     """A live request.
 
     Args:
-        message: As received; its sequence means nothing.
+        message: As received, without a stream sequence.
         reply: The NATS reply subject.
         fallback_id: The job's id where the caller chose none.
         subjects: Of this bus.
@@ -113,7 +113,7 @@ def live(
 
     Raises:
         InvalidSubject: Of another family.
-        InvalidReplySubject: The worker must not publish there; there is nobody to answer.
+        InvalidReplySubject: The worker must not publish there; no answer can be sent.
     """
     address = subjects.parse_request(message.subject)
     attempt = Attempt(
@@ -165,7 +165,7 @@ def durable(message: Stored, *, number: int, subjects: Subjects, replies: tuple[
 
 
 def facts(attempt: Attempt) -> dict[str, object]:
-    """What a log event says of an attempt."""
+    """Fields of an attempt's log events."""
     return {
         "job": attempt.job,
         "owner": attempt.owner,
@@ -175,13 +175,13 @@ def facts(attempt: Attempt) -> dict[str, object]:
     }
 
 
-def _named_id(found: Mapping[str, str]) -> str | None:
-    return found.get(headers.JOB_ID) or found.get(headers.MSG_ID)
+def _named_id(fields: Mapping[str, str]) -> str | None:
+    return fields.get(headers.JOB_ID) or fields.get(headers.MSG_ID)
 
 
-def _usable_id(found: Mapping[str, str]) -> str | None:
+def _usable_id(fields: Mapping[str, str]) -> str | None:
     """The id that the caller chose, unless no subject can carry it."""
-    named = _named_id(found)
+    named = _named_id(fields)
     try:
         if named:
             escape(named)
@@ -190,9 +190,9 @@ def _usable_id(found: Mapping[str, str]) -> str | None:
     return named
 
 
-def _readable_type(found: Mapping[str, str]) -> str:
+def _readable_type(fields: Mapping[str, str]) -> str:
     """The content type of error answers: JSON where the caller's is unknown."""
     try:
-        return codec.content_type(found.get(headers.CONTENT_TYPE))
+        return codec.content_type(fields.get(headers.CONTENT_TYPE))
     except UnsupportedContentType:
         return codec.JSON

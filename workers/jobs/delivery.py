@@ -51,7 +51,7 @@ from inferbus.workers.jobs.observer import Observer, Settlement
 from inferbus.workers.jobs.outcome import AttemptOutcome
 from inferbus.workers.jobs.quarantine import LAST_ATTEMPTS, Quarantine
 from inferbus.workers.jobs.reply import Reply, Served, error_body, served_headers
-from inferbus.workers.jobs.results import Result, Results
+from inferbus.workers.jobs.results import FinalResult, ResultStore
 from inferbus.workers.jobs.runner import AttemptRunner
 from inferbus.workers.jobs.scope import Scope
 from inferbus.workers.jobs.settings import JobSettings
@@ -79,10 +79,16 @@ class Deliveries:
     Args:
         broker: Where results, replies and dead letters go.
         runner: Makes the attempts.
-        cancels: Knows which jobs their owners gave up.
+        cancels: Knows which jobs their owners cancelled.
         settings: Of the worker.
         observer: Told what became of each delivery.
         clock: Monotonic seconds.
+
+    Attributes:
+        results: Stored ones.
+        dead_letters: Stores them.
+        quarantine: Of last attempts.
+        history: Chunks of earlier attempts.
     """
 
     def __init__(
@@ -100,7 +106,7 @@ class Deliveries:
         self.cancels = cancels
         self.settings = settings
         self.observer = observer or Observer()
-        self.results = Results(broker, settings, clock)
+        self.results = ResultStore(broker, settings, clock)
         self.dead_letters = DeadLetters(broker, settings, clock)
         self.quarantine = Quarantine(broker, settings, clock)
         self.history = History(broker, settings.subjects)
@@ -170,7 +176,7 @@ class HeldJob:
         else:
             await self._try_last(result)
 
-    async def _settle(self, result: Result, outcome: AttemptOutcome) -> None:
+    async def _settle(self, result: FinalResult, outcome: AttemptOutcome) -> None:
         """The table, after an attempt."""
         policy, error, attempt = self._parts.settings.policy, outcome.error, outcome.attempt
         if error is None or isinstance(error, CallerError | Ended):
@@ -192,7 +198,7 @@ class HeldJob:
             await self._delivery.nak(delay)
             self.settled("retried", error, code=error.code, reason=error.message, delay=delay)
 
-    async def _look_up(self) -> tuple[Result, bool]:
+    async def _look_up(self) -> tuple[FinalResult, bool]:
         """Where the result belongs, and whether the attempt before this one ended in order, if that is known.
 
         The attempt gets a number above all that readers have seen: a server that was killed may have
@@ -206,12 +212,12 @@ class HeldJob:
         self._envelope = msgspec.structs.replace(self._envelope, attempt=attempt)
         return result, latest.ended_in_order and attempt.number == following
 
-    async def _try(self, result: Result, *, begun: int | None = None) -> None:
+    async def _try(self, result: FinalResult, *, begun: int | None = None) -> None:
         """One attempt; a last one where `begun` says how many of those began before it."""
         parts, scope = self._parts, self._scope()
         forget = parts.runner.scopes.add(scope)
         try:
-            if await parts.cancels.hit(scope):
+            if await parts.cancels.aimed_at(scope):
                 cancel.end(scope)
             resume_points = await parts.history.resume_points(self.attempt)
             if begun is not None:
@@ -227,7 +233,7 @@ class HeldJob:
             await self._uncount(outcome, begun)
         await self._settle(result, outcome)
 
-    async def _try_last(self, result: Result) -> None:
+    async def _try_last(self, result: FinalResult) -> None:
         """A last attempt at a job whose workers died: nothing else is in quarantine meanwhile."""
         quarantine = self._parts.quarantine
         begun = await quarantine.begun(self.attempt)
@@ -255,15 +261,15 @@ class HeldJob:
             attempt, _ = self._envelope.open()
         except CallerError:
             return True
-        return self._parts.runner.expired(attempt) or await self._parts.cancels.hit(self._scope())
+        return self._parts.runner.expired(attempt) or await self._parts.cancels.aimed_at(self._scope())
 
-    async def _answered_before(self, result: Result) -> Stored | None:
+    async def _answered_before(self, result: FinalResult) -> Stored | None:
         """The result of the submission that this one repeats."""
         if result.first:
             return None
         return await self._parts.results.of_repeated(self.attempt, self._delivery.message)
 
-    async def _answer_again(self, result: Result, earlier: Stored) -> None:
+    async def _answer_again(self, result: FinalResult, earlier: Stored) -> None:
         """What was answered is the answer to a repeated submission too, under its own number."""
         attempt = self.attempt
         with contextlib.suppress(CallerError):
@@ -280,23 +286,23 @@ class HeldJob:
         await self._delivery.ack()
         self.settled("repeated", reason="it had ended under an earlier number")
 
-    async def _give_up(self, result: Result, reason: str) -> None:
+    async def _give_up(self, result: FinalResult, reason: str) -> None:
         """A job that is not tried again."""
         error = AttemptsExhausted(reason)
         await self._bury(result, self._parts.runner.failed(self.attempt, error), error)
 
-    async def _bury(self, result: Result, outcome: AttemptOutcome, error: InferbusError) -> None:
+    async def _bury(self, result: FinalResult, outcome: AttemptOutcome, error: InferbusError) -> None:
         """The dead letter comes first, so that nothing is lost if a later step fails."""
         await self._parts.dead_letters.store(outcome.attempt, self._delivery.message, error)
         await self._conclude(result, outcome)
         await self._delivery.term(error.code)
         self.settled("dead", error, code=error.code, reason=error.message)
 
-    async def _conclude(self, result: Result, outcome: AttemptOutcome) -> AttemptOutcome:
+    async def _conclude(self, result: FinalResult, outcome: AttemptOutcome) -> AttemptOutcome:
         """Stores the one result, then ends the reply; a second owner's result is dropped.
 
         An owner that was out of touch for too long may still store the first result, and it counts; but it
-        sends nothing more to readers, who may be listening to its successor.
+        sends no more to readers, who may be listening to its successor.
         """
         try:
             ours = await self._store(result, outcome)
@@ -313,7 +319,7 @@ class HeldJob:
             await self._parts.broker.flush()
         return outcome
 
-    async def _store(self, result: Result, outcome: AttemptOutcome) -> bool:
+    async def _store(self, result: FinalResult, outcome: AttemptOutcome) -> bool:
         served = served_headers(outcome.attempt, outcome.reply.served)
         fields = {headers.STATUS: outcome.status, **served, **origin(self._delivery.message)}
         return await result.store(outcome.body, fields)
@@ -323,7 +329,7 @@ class HeldJob:
         return Scope(attempt.key, submission=attempt.submission, stored=attempt.arrived)
 
     def settled(self, settlement: Settlement, error: InferbusError | None = None, **more: object) -> None:
-        """Logs the end of the delivery, and tells the observer."""
+        """Logs the end of the delivery, and reports it to the observer."""
         level, event = EVENTS[settlement]
         log.log(level, event, **more, **facts(self.attempt))
         self._parts.observer.settled(self.attempt, settlement, error)

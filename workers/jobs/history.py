@@ -184,7 +184,7 @@ def _read(message: Stored) -> StoredChunk | None:
 
 
 def _ended_in_order(message: Stored) -> bool:
-    """Whether a message says that its attempt is over, and another will follow."""
+    """Whether a message announces that its attempt is over, and another will follow."""
     if b"retrying" not in message.data:
         return False
     try:

@@ -9,19 +9,19 @@ from inferbus.schemas.errors import Cancelled
 from inferbus.workers.jobs.scope import Scope
 
 OpenProbe = Callable[[Callable[[str], None]], str]
-"""Opens a reply subject for messages that want to know whether they reached anybody. The callback gets the
-subject of every message that did not."""
+"""Opens a reply subject for probing. The callback gets the subject of every message sent with it that reached
+no subscriber."""
 
 
 class Listeners:
     """Ends live attempts that nobody listens to any more.
 
     Args:
-        open_probe: None: nothing is asked.
-        every: Ask with every k-th message of a reply.
+        open_probe: None: callers are not probed.
+        every: Probe with every k-th message of a reply.
 
     Attributes:
-        probe: Reply subject to ask with; empty where nothing is asked.
+        probe: Reply subject to probe with; empty where callers are not probed.
         every: See above.
     """
 
@@ -32,7 +32,7 @@ class Listeners:
 
     @contextmanager
     def expected(self, reply: str, scope: Scope) -> Iterator[None]:
-        """While the block runs, `scope` ends when nobody listens on its reply subject."""
+        """While the block runs, `scope` is ended when its reply subject has no subscriber."""
         self._scopes[reply] = scope
         try:
             yield

@@ -1,4 +1,4 @@
-"""What a worker's metrics hear."""
+"""What a worker reports to its metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ another worker's by now, or NATS is away."""
 
 
 class Observer:
-    """Is told once of everything that ends in a worker; this one does nothing with it."""
+    """Hears once of everything that ends in a worker; this one ignores it."""
 
     def attempt_ended(self, outcome: AttemptOutcome, seconds: float) -> None:
         """An attempt at a request has ended, after so many seconds."""
@@ -35,7 +35,7 @@ class Observer:
 
 
 class Observers(Observer):
-    """Several as one."""
+    """Passes everything on to several observers."""
 
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers

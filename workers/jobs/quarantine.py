@@ -1,9 +1,9 @@
 """Last attempts at jobs whose workers died: made one at a time, and counted when they begin.
 
-All jobs that a killed worker held come back at the same time, to the same next worker. A job that kills its
-workers so costs the jobs beside it as many attempts as it uses itself. An attempt without another such job
-beside it tells them apart. Deliveries also count jobs that were never started, so the attempts that began are
-counted here, beside the results, which are kept longer than the job's chunks.
+All jobs that a killed worker held come back at the same time, to the same next worker. So a job that kills
+its workers costs the jobs beside it as many attempts as itself. An attempt without another such job beside it
+shows which one it is. The broker's delivery count includes jobs that were never started; the attempts that
+began are counted here, beside the results, which are kept longer than a job's chunks.
 """
 
 from __future__ import annotations

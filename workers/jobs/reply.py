@@ -35,10 +35,10 @@ class Reply:
 
     Args:
         broker: Where to.
-        attempt: Whose.
+        attempt: That is answered.
         served: Named on the end mark.
-        probe: Reply subject put on every `probe_every`-th message: the server answers there when nobody
-            listens any more.
+        probe: Reply subject put on every `probe_every`-th message: the server answers there when the reply
+            has no subscriber any more.
         probe_every: See `probe`.
         lost: Whether the job may belong to another worker by now.
 
@@ -75,7 +75,7 @@ class Reply:
         self.served = Served(worker=self.served.worker, prefill=prefill)
 
     def continue_after(self, earlier: Continuation) -> None:
-        """Notes the attempt that this one goes on after; the first chunk says so."""
+        """Notes the attempt that this one continues; the first chunk names it."""
         self._continues = earlier
 
     def chunk(self, message: msgspec.Struct | bytes, extra: Mapping[str, Any] = _NO_FIELDS) -> None:

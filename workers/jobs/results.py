@@ -17,10 +17,10 @@ from inferbus.workers.jobs.retry import outlast_outage
 from inferbus.workers.jobs.settings import JobSettings
 
 _IDENTITY: Final = (headers.SUBMISSION, headers.ATTEMPT, headers.WORKER)
-"""What tells one attempt's result from every other's."""
+"""What distinguishes one attempt's result from every other's."""
 
 
-class Results:
+class ResultStore:
     """The results stream, for one worker.
 
     Args:
@@ -36,7 +36,7 @@ class Results:
         self._settings = settings
         self._clock = clock
 
-    async def of(self, attempt: Attempt) -> Result:
+    async def of(self, attempt: Attempt) -> FinalResult:
         """Looks up where the result of an attempt belongs; to be called before the attempt begins.
 
         Raises:
@@ -44,7 +44,7 @@ class Results:
         """
         subject = self._settings.subjects.result(attempt.owner, attempt.job)
         newest = await self._broker.last(RESULTS, subject)
-        return Result(self._broker, subject, attempt.submission or 0, newest, self._clock)
+        return FinalResult(self._broker, subject, attempt.submission or 0, newest, self._clock)
 
     async def of_repeated(self, attempt: Attempt, message: Stored) -> Stored | None:
         """The result of the submission that this one repeats, if it repeats one; see `duplicate`.
@@ -57,7 +57,7 @@ class Results:
         return next((each for each in reversed(stored) if repeats(message, each, window=window)), None)
 
 
-class Result:
+class FinalResult:
     """The one result of one submission, stored or still to be stored.
 
     Args:

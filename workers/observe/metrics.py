@@ -87,7 +87,7 @@ class Metrics(Observer):
         engine: Its engine, which is up.
 
     Attributes:
-        registry: What Prometheus is told of.
+        registry: What Prometheus gets.
     """
 
     def __init__(self, role: Role, engine: EngineInfo) -> None:
@@ -250,7 +250,7 @@ class _Current:
 
 
 class _Shared:
-    """SGLang's own figures, of all its processes. Ours are in the same files, and are told already."""
+    """SGLang's own figures, of all its processes. Ours are in the same files, and are exported already."""
 
     def collect(self) -> Iterator[Metric]:
         """For `prometheus_client`."""
@@ -267,7 +267,7 @@ def _class(attempt: Attempt) -> str:
 
 
 def check(settings: WorkerSettings) -> None:
-    """Tells whether metrics can be served before the engine is loaded, which takes minutes.
+    """Finds out whether metrics can be served before the engine is loaded, which takes minutes.
 
     Raises:
         Unserved: They cannot.

@@ -21,7 +21,7 @@ from inferbus.schemas.errors import (
 )
 from inferbus.schemas.fleet import WorkerInfo
 from inferbus.workers.engine.interface import Delta, Engine, Leg, Prompt, Rendezvous
-from inferbus.workers.pairing.handoff import Handoffs, Prefilling
+from inferbus.workers.pairing.handoff import Handoffs, OpenHandoff
 from inferbus.workers.pairing.picker import Picker
 
 log = structlog.get_logger()
@@ -36,7 +36,7 @@ class RunningLeg(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         deltas: What the engine adds from now on.
-        first: What it added before; None where nothing was waited for.
+        first: What it added before that; None where the leg was not waited for.
         prefill: The prefill worker that computed the prompt; None where this engine does.
         cached_tokens: How many of the prompt's tokens that worker had in its prefix cache.
     """
@@ -71,7 +71,7 @@ def generate(
 
 
 async def _merged(streams: list[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
-    """Not a task group: that cancels whoever reads this generator, which may be busy elsewhere."""
+    """Not a task group: one in a generator cancels the task that reads it, outside of the generator."""
     arrived: asyncio.Queue[Delta | asyncio.Task[None]] = asyncio.Queue()
     room = asyncio.Semaphore(2 * len(streams))
 
@@ -83,7 +83,7 @@ async def _merged(streams: list[AsyncGenerator[Delta, None]]) -> AsyncGenerator[
 
     tasks = [asyncio.create_task(forward(stream)) for stream in streams]
     for task in tasks:
-        # However it ends: an end that nobody hears of would leave the request waiting for ever.
+        # Whatever ends it: an end that is not noticed would leave the request waiting for ever.
         task.add_done_callback(arrived.put_nowait)
     try:
         left = len(tasks)
@@ -169,7 +169,7 @@ class Paired:
                 leg = msgspec.structs.replace(leg, rid=self._rid())
 
     def _pick(self, leg: Leg, failures: dict[str, InferbusError]) -> WorkerInfo:
-        """The next worker; where none is left, the failure of the one before says more than that."""
+        """The next worker; where none is left, the failure of the last one is more precise."""
         try:
             return self._picker.pick(leg.token_ids, passed_over=frozenset(failures))
         except PrefillUnavailable as error:
@@ -181,17 +181,17 @@ class Paired:
     async def _pair(self, leg: Leg, worker: WorkerInfo, job: str) -> AsyncIterator[RunningLeg]:
         """Both legs at once: prefill blocks until decode connects, so neither may wait for the other.
 
-        The first delta is held back until prefill says that it has sent the cache: a decode engine whose
+        The first delta is held back until prefill reports that it has sent the cache: a decode engine whose
         prefill failed has been seen to generate from garbage (sgl-project/sglang#30233).
         """
         with self._picker.using(worker.worker):
             leg = self._meeting(leg, worker)
             async with (
-                self._handoffs.offer(worker, leg, job=job) as prefilling,
+                self._handoffs.offer(worker, leg, job=job) as open_handoff,
                 aclosing(self._engine.generate(leg)) as deltas,
             ):
-                first = await _first(deltas, prefilling)
-                done = await prefilling.done()
+                first = await _first(deltas, open_handoff)
+                done = await open_handoff.done()
                 yield RunningLeg(
                     deltas=deltas, first=first, prefill=worker.worker, cached_tokens=done.cached_tokens
                 )
@@ -203,30 +203,30 @@ class Paired:
         return msgspec.structs.replace(leg, rendezvous=rendezvous)
 
 
-async def _first(deltas: AsyncGenerator[Delta, None], prefilling: Prefilling) -> Delta | None:
+async def _first(deltas: AsyncGenerator[Delta, None], open_handoff: OpenHandoff) -> Delta | None:
     """The first delta, unless prefill fails before it; that failure is then the leg's."""
     decoding = asyncio.ensure_future(anext(deltas, None))
-    failing = asyncio.ensure_future(prefilling.done())
+    failing = asyncio.ensure_future(open_handoff.done())
     try:
         await asyncio.wait((decoding, failing), return_when=asyncio.FIRST_COMPLETED)
         if failing.done():
             failing.result()
         return await decoding
     except TransferFailed as error:
-        raise await _cause(error, prefilling) from error
+        raise await _cause(error, open_handoff) from error
     finally:
         for task in (decoding, failing):
             task.cancel()
         await asyncio.gather(decoding, failing, return_exceptions=True)
 
 
-async def _cause(error: TransferFailed, prefilling: Prefilling) -> InferbusError:
-    """Prefill's own account of a transfer that failed, where it gives one soon."""
+async def _cause(error: TransferFailed, open_handoff: OpenHandoff) -> InferbusError:
+    """Prefill's own error for a transfer that failed, where it comes soon."""
     try:
         async with asyncio.timeout(0.2):
-            await prefilling.done()
+            await open_handoff.done()
     except InferbusError as problem:
         return problem
     except TimeoutError:
         pass
-    return TransferFailed(f"prefill worker {prefilling.worker.worker}: {error.message}")
+    return TransferFailed(f"prefill worker {open_handoff.worker.worker}: {error.message}")

@@ -2,7 +2,7 @@
 
 It owns a job from end to end. Beside prefill workers it is the one that picks
 one of them, draws the room and starts both legs; as `both` it runs prompt and
-answer on its own engine, and nothing else differs.
+answer on its own engine. All else is the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from inferbus.workers.roles.program import finished_within
 log = structlog.get_logger()
 
 
-class Decode:
+class DecodeProgram:
     """Answers the requests and jobs of one model; `wiring.decode` builds it.
 
     Args:
@@ -77,7 +77,7 @@ class Decode:
         await self._bus.subscribe(self._settings.subjects.all("alive"), self._asked_alive)
         self._forget_connection = self._bus.on_change(self._connection_changed)
         if self._gate is not None:
-            await self._gate.look()
+            await self._gate.update()
             self._watching_gate = asyncio.create_task(self._gate.run())
         await self._live.join()
         self._intakes = [asyncio.create_task(self._live.run()), asyncio.create_task(self._jobs.run())]
@@ -101,7 +101,7 @@ class Decode:
         self._cancels.arrived(message.subject, message.headers)
 
     def _asked_alive(self, message: Message) -> None:
-        """A reader has not heard of a job for a while: the worker that has it answers."""
+        """A reader misses the messages of a job: the worker that has the job answers."""
         settings = self._settings
         try:
             key = settings.subjects.parse_key(message.subject, "alive")

@@ -1,4 +1,4 @@
-"""What a worker tells of itself: in the registry, and in the services API."""
+"""What a worker announces of itself: in the registry, and in the services API."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from inferbus.workers.pairing.legs import RunLeg, RunningLeg, generate
 log = structlog.get_logger()
 
 WHOLE_STEP: Final = 32
-"""Tokens that an engine gives at a time where nobody sees them before the answer is whole. One by one they
+"""Tokens that an engine gives at a time where no reader sees them before the answer is whole. One by one they
 cost the worker 50 us each, and a fast GPU makes 20,000 a second for jobs that came in together."""
 
 RESUME_TRIES: Final = 8
@@ -31,7 +31,7 @@ class Generation:
     and the whole answer are right. The messages that it makes of that are not sent again.
 
     Args:
-        work: The attempt; its reply and its request's warnings tell of what is resumed.
+        work: The attempt; its reply and its request's warnings name what is resumed.
         prompt: The request's own.
         run: Runs one leg.
 

@@ -34,7 +34,7 @@ from inferbus.workers.roles.slots import Permit, Slots
 log = structlog.get_logger()
 
 
-class Prefill:
+class PrefillProgram:
     """Serves hand-offs.
 
     Args:
@@ -89,11 +89,11 @@ class Prefill:
 
     def _received(self, message: Message) -> None:
         try:
-            order = msgspec.msgpack.decode(message.data, type=handoff.ToPrefill)
+            received = msgspec.msgpack.decode(message.data, type=handoff.ToPrefill)
         except msgspec.DecodeError:
             log.warning("handoff.unreadable")
             return
-        match order:
+        match received:
             case handoff.Abort(rid=rid):
                 self._abort(rid)
             case handoff.Prefill():
@@ -102,9 +102,9 @@ class Prefill:
                         message.reply, owner=LIVE_OWNER, prefixes=self._replies
                     )
                 except InvalidReplySubject:
-                    log.warning("handoff.unanswerable", job=order.job, decode=order.worker)
+                    log.warning("handoff.unanswerable", job=received.job, decode=received.worker)
                     return
-                self._take(order, reply)
+                self._take(received, reply)
 
     def _abort(self, rid: str) -> None:
         if rid in self._running:
@@ -157,7 +157,7 @@ class Prefill:
             )
             log.info("handoff.done", **_facts(request, answer))
         except TimeoutError:
-            answer = self._failed(request, PrefillFailed("the decode engine never came for the cache"))
+            answer = self._failed(request, PrefillFailed("the decode engine never connected for the cache"))
         except InferbusError as problem:
             answer = self._failed(request, problem)
         except asyncio.CancelledError:
@@ -201,7 +201,7 @@ class Prefill:
 
 
 def _facts(request: handoff.Prefill, done: handoff.Done) -> dict[str, object]:
-    """What the log says of a hand-off that is done."""
+    """Fields of the log event of a hand-off that is done."""
     facts: dict[str, object] = {"job": request.job, "decode": request.worker, "seconds": done.seconds}
     if done.transfer is not None:
         facts |= {"transfer_seconds": done.transfer.seconds, "transfer_bytes": done.transfer.bytes}

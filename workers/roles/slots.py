@@ -1,4 +1,4 @@
-"""Permits to run a request; a worker takes nothing that it has no permit for."""
+"""Permits to run a request; a worker takes only what it has a permit for."""
 
 from __future__ import annotations
 

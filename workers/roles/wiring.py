@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
+from inferbus.schemas.fleet import Role
 from inferbus.schemas.subjects import Subjects
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.connection.message import Callback
 from inferbus.workers.bus.connection.subscription import Subscription
 from inferbus.workers.bus.fleet.registry import Registry
 from inferbus.workers.bus.jetstream.client import JetStream
+from inferbus.workers.bus.queue.consumers import job_queue
 from inferbus.workers.bus.queue.job_queue import JobQueue
 from inferbus.workers.config import Settings
 from inferbus.workers.engine.interface import Engine
@@ -25,15 +27,16 @@ from inferbus.workers.pairing.legs import Alone, Paired, RunLeg
 from inferbus.workers.pairing.picker import Picker
 from inferbus.workers.roles import endpoints
 from inferbus.workers.roles.answering import Answering
-from inferbus.workers.roles.decode import Decode
+from inferbus.workers.roles.decode import DecodeProgram
 from inferbus.workers.roles.handoff_transport import BusHandoffTransport
 from inferbus.workers.roles.intake import JobIntake, LiveIntake, Tasks
-from inferbus.workers.roles.prefill import Prefill
+from inferbus.workers.roles.prefill import PrefillProgram
 from inferbus.workers.roles.prefill_gate import PrefillGate
+from inferbus.workers.roles.program import Program
 from inferbus.workers.roles.slots import Slots
 
 ACCEPT_TIMEOUT: Final = 5.0
-"""Seconds within which a prefill worker must say that it takes a hand-off."""
+"""Seconds within which a prefill worker must accept a hand-off."""
 
 
 def job_settings(settings: Settings, subjects: Subjects) -> JobSettings:
@@ -50,7 +53,38 @@ def job_settings(settings: Settings, subjects: Subjects) -> JobSettings:
     )
 
 
-def prefill(bus: Bus, engine: Engine, slots: Slots, settings: JobSettings, observer: Observer) -> Prefill:
+async def program(
+    role: Role,
+    bus: Bus,
+    engine: Engine,
+    registry: Registry,
+    slots: Slots,
+    settings: Settings,
+    observer: Observer,
+) -> Program:
+    """The program of a role.
+
+    Args:
+        role: prefill, decode or both.
+        bus: Connected.
+        engine: Of that role.
+        registry: Knows the prefill workers.
+        slots: Bound what it takes.
+        settings: Of this worker.
+        observer: Told what ends here.
+
+    Raises:
+        BusUnavailable: The consumers of jobs cannot be made.
+    """
+    if role == "prefill":
+        return prefill(bus, engine, slots, job_settings(settings, bus.subjects), observer)
+    queue = await job_queue(bus, engine.info.model, settings.worker)
+    return decode(bus, engine, registry if role == "decode" else None, queue, slots, settings, observer)
+
+
+def prefill(
+    bus: Bus, engine: Engine, slots: Slots, settings: JobSettings, observer: Observer
+) -> PrefillProgram:
     """The prefill program.
 
     Args:
@@ -62,7 +96,7 @@ def prefill(bus: Bus, engine: Engine, slots: Slots, settings: JobSettings, obser
     """
     served = endpoints.of_prefill(bus.subjects, engine.info.model, settings.worker)
     observers = Observers(observer, endpoints.EndpointFigures(served))
-    return Prefill(bus, engine, slots, settings, served, observer=observers)
+    return PrefillProgram(bus, engine, slots, settings, served, observer=observers)
 
 
 def decode(
@@ -73,7 +107,7 @@ def decode(
     slots: Slots,
     settings: Settings,
     observer: Observer,
-) -> Decode:
+) -> DecodeProgram:
     """The decode program, and `both`.
 
     Args:
@@ -99,7 +133,7 @@ def decode(
     async def join(callback: Callback) -> Subscription:
         return await bus.subscribe(served[0].subject, callback, queue=served[0].queue)
 
-    return Decode(
+    return DecodeProgram(
         bus,
         ours,
         served,

@@ -27,7 +27,6 @@ from inferbus.schemas.fleet import Role
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.fleet.registry import Registry
 from inferbus.workers.bus.jetstream.provision import provision
-from inferbus.workers.bus.queue.consumers import job_queue
 from inferbus.workers.config import Settings
 from inferbus.workers.engine.interface import Engine
 from inferbus.workers.engine.launch import launch
@@ -36,7 +35,6 @@ from inferbus.workers.observe import logs, metrics
 from inferbus.workers.observe.metrics import Metrics
 from inferbus.workers.roles import description, wiring
 from inferbus.workers.roles.description import Description
-from inferbus.workers.roles.program import Program
 from inferbus.workers.roles.signals import StopSignals, restored
 from inferbus.workers.roles.slots import Slots
 
@@ -127,7 +125,9 @@ class _Worker:
         async with Registry(bus, described, settings=settings, load=load) as registry:
             if measured is not None:
                 measured.watch(lambda: registry.info.load, bus)
-            program = await self._program(bus, engine, registry, slots, measured or Observer())
+            program = await wiring.program(
+                self._role, bus, engine, registry, slots, self._settings, measured or Observer()
+            )
             # After the engine is up: SGLang takes SIGTERM for itself while it starts.
             self._signals.catch()
             replies = wiring.job_settings(self._settings, bus.subjects).replies
@@ -151,16 +151,6 @@ class _Worker:
                     log.warning("drain.not_flushed", reason=error.message)
         log.info("worker.stopped", code=code)
         return code
-
-    async def _program(
-        self, bus: Bus, engine: Engine, registry: Registry, slots: Slots, observer: Observer
-    ) -> Program:
-        if self._role == "prefill":
-            settings = wiring.job_settings(self._settings, bus.subjects)
-            return wiring.prefill(bus, engine, slots, settings, observer)
-        queue = await job_queue(bus, engine.info.model, self._settings.worker)
-        fleet = registry if self._role == "decode" else None
-        return wiring.decode(bus, engine, fleet, queue, slots, self._settings, observer)
 
     async def _provision_again(self, bus: Bus) -> None:
         """After every reconnection: streams in memory do not outlive their server."""
@@ -204,7 +194,7 @@ class _Worker:
         return EXIT_ENGINE
 
     async def _announce_failure(self, reason: str) -> None:
-        """Leaves the reason in the registry, for whoever looks for this worker there."""
+        """Leaves the reason in the registry, where operators look for this worker."""
         with contextlib.suppress(BusUnavailable):
             async with self._connected() as bus:
                 await Registry.announce_once(bus, self._description.failed(reason))
