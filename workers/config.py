@@ -131,11 +131,15 @@ class WorkerSettings(_Section, frozen=True, kw_only=True):
         Meta(description="Model name to serve under; default: the engine's.", extra={"name": "served-model"}),
     ] = None
     slots: Annotated[
-        int, Meta(description="Requests taken at once; 0: what the engine can run.", ge=0, le=65536)
+        int, Meta(description="Most requests held at once; 0: what the engine can run.", ge=0, le=65536)
+    ] = 0
+    prompt_window: Annotated[
+        int,
+        Meta(description="Prompt tokens without a first token in the engine; 0: a few steps.", ge=0),
     ] = 0
     live_share: Annotated[
-        float, Meta(description="Share of the slots kept for live requests.", ge=0, le=1)
-    ] = 0.25
+        float, Meta(description="Share of slots and KV tokens that jobs leave to live requests.", ge=0, le=1)
+    ] = 0.1
     classes: Annotated[
         dict[str, Annotated[int, Meta(ge=1, le=1000)]],
         Meta(description="Job classes with their weights, as interactive:4,batch:1.", min_length=1),

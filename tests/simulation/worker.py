@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from inferbus.schemas import headers
 from inferbus.schemas.errors import Draining
 from inferbus.schemas.subjects import JobClass
+from inferbus.workers.admission import Admission, Budget, Permit
 from inferbus.workers.bus.interface import Delivery
 from inferbus.workers.engine.interface import Delta, Leg
 from inferbus.workers.engine.scripted import ScriptedEngine
@@ -24,7 +25,6 @@ from inferbus.workers.pairing.legs import Alone, RunningLeg
 from inferbus.workers.roles.answering import Answering
 from inferbus.workers.roles.intake import JobIntake, Tasks
 from inferbus.workers.roles.program import finished_within
-from inferbus.workers.roles.slots import Slots
 from tests.simulation.jobs import KILLER, KILLS_AFTER, script
 from tests.simulation.taking import Heartbeats, SimulatedDelivery, SimulatedQueue
 from tests.support.simulated import SUBJECTS, Connection
@@ -47,12 +47,12 @@ class _Watched(Deliveries):
 
     open: set[SimulatedDelivery]
 
-    async def handle(self, delivery: Delivery) -> None:
+    async def handle(self, delivery: Delivery, permit: Permit | None = None) -> None:
         assert isinstance(delivery, SimulatedDelivery)
         self.open.add(delivery)
         HANDLED.set(delivery)
         try:
-            await super().handle(delivery)
+            await super().handle(delivery, permit)
         finally:
             delivery.drop()
             self.open.remove(delivery)
@@ -98,9 +98,10 @@ class Worker:
         self.deliveries.open = set()
         self.signs = Heartbeats(self.connection, ack_wait=world.server.ack_wait)
         self.queue = SimulatedQueue(self.connection, self.signs, WEIGHTS)
-        self.slots = Slots(world.slots, live_share=0.0)
+        budget = Budget(slots=world.slots, kv_tokens=10**6, window=10**5, staged=10**4, live_share=0.0)
+        self.admission = Admission(budget, clock=self.loop.time)
         self.tasks = Tasks()
-        self.intake = JobIntake(self.queue, self.deliveries, self.tasks, self.slots)
+        self.intake = JobIntake(self.queue, self.deliveries, self.tasks, self.admission, settings)
         self._running = [self.loop.create_task(self.intake.run()), self.loop.create_task(self.signs.run())]
         self.hurry = asyncio.Event()
 

@@ -217,7 +217,7 @@ class World:
     def check_at_rest(self, worker: Worker) -> None:
         """Nothing may be left at a worker that has nothing to do."""
         left = {
-            "slots": worker.slots.busy,
+            "slots": worker.admission.busy,
             "scopes": len(worker.runner.scopes),
             "tasks": len(worker.tasks),
             "legs": worker.engine.running,

@@ -7,8 +7,16 @@ knows NATS, SGLang, or what a job is.
 
 from __future__ import annotations
 
-from inferbus.workers.admission.admission import Admission, Budget, Permit
-from inferbus.workers.admission.classes import BATCH, INTERACTIVE, LIVE, ServiceClass, engine_priority
+from inferbus.workers.admission.admission import Admission, Budget
+from inferbus.workers.admission.classes import (
+    BATCH,
+    INTERACTIVE,
+    LIVE,
+    ServiceClass,
+    class_of,
+    engine_priority,
+)
+from inferbus.workers.admission.permit import Permit
 
 __all__ = [
     "BATCH",
@@ -18,5 +26,6 @@ __all__ = [
     "Budget",
     "Permit",
     "ServiceClass",
+    "class_of",
     "engine_priority",
 ]

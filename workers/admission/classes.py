@@ -11,6 +11,8 @@ INTERACTIVE: Final = "interactive"
 BATCH: Final = "batch"
 ORDER: Final[tuple[ServiceClass, ...]] = (LIVE, INTERACTIVE, BATCH)
 """The most urgent one first."""
+JOBS: Final[tuple[ServiceClass, ...]] = (INTERACTIVE, BATCH)
+"""Those of durable jobs."""
 
 _BASE: Final[dict[ServiceClass, int]] = {LIVE: 10_000, INTERACTIVE: 1_000, BATCH: 0}
 _OWN_LIMIT: Final = 400
@@ -28,3 +30,10 @@ def engine_priority(service_class: ServiceClass, own: int | None) -> int:
         own: The caller's `priority`, which orders requests within one class; cut off at ±400.
     """
     return _BASE[service_class] + max(-_OWN_LIMIT, min(_OWN_LIMIT, own or 0))
+
+
+def class_of(priority: int | None) -> ServiceClass:
+    """The class of a request with such an engine priority; live where it has none."""
+    if priority is None:
+        return LIVE
+    return next((name for name in ORDER if priority >= _BASE[name] - _OWN_LIMIT), BATCH)

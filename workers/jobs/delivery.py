@@ -39,6 +39,7 @@ from inferbus.schemas.errors import (
     LeaseLost,
     PayloadTooLarge,
 )
+from inferbus.workers.admission import Permit
 from inferbus.workers.bus.interface import Broker, Delivery, Stored
 from inferbus.workers.jobs import cancel
 from inferbus.workers.jobs.attempt import Attempt, Envelope, durable, facts
@@ -111,11 +112,15 @@ class Deliveries:
         self.quarantine = Quarantine(broker, settings, clock)
         self.history = History(broker, settings.subjects)
 
-    async def handle(self, delivery: Delivery) -> None:
+    async def handle(self, delivery: Delivery, permit: Permit | None = None) -> None:
         """Takes one delivery to its acknowledgement, or gives it back.
 
         Where NATS is away the job is left alone: it will be delivered again, and the result that may be
         stored already is found then.
+
+        Args:
+            delivery: The job.
+            permit: Has it run when its turn comes; at once without one.
         """
         message, settings = delivery.message, self.settings
         try:
@@ -126,7 +131,7 @@ class Deliveries:
             log.error("job.unreadable", subject=message.subject, sequence=message.sequence, code=error.code)
             await delivery.term(error.code)
             return
-        job = HeldJob(self, delivery, envelope)
+        job = HeldJob(self, delivery, envelope, permit or Permit())
         try:
             await job.handle()
         except BusUnavailable as error:
@@ -140,12 +145,14 @@ class HeldJob:
         parts: What all deliveries of the worker share.
         delivery: This one.
         envelope: The job as it came.
+        permit: Has it run.
     """
 
-    def __init__(self, parts: Deliveries, delivery: Delivery, envelope: Envelope) -> None:
+    def __init__(self, parts: Deliveries, delivery: Delivery, envelope: Envelope, permit: Permit) -> None:
         self._parts = parts
         self._delivery = delivery
         self._envelope = envelope
+        self._permit = permit
 
     @property
     def attempt(self) -> Attempt:
@@ -225,7 +232,11 @@ class HeldJob:
                 if self._delivery.stale:
                     scope.end(LeaseLost("another worker may have taken the job over"))
             outcome = await parts.runner.run(
-                self._envelope, scope, resume_points=resume_points, lost=lambda: self._delivery.stale
+                self._envelope,
+                scope,
+                permit=self._permit,
+                resume_points=resume_points,
+                lost=lambda: self._delivery.stale,
             )
         finally:
             forget()

@@ -21,6 +21,8 @@ class AttemptOutcome(msgspec.Struct, frozen=True, kw_only=True):
         streamed: Whether the answer has gone out in chunks already.
         chunks: How many have gone out.
         first_chunk: Seconds from the attempt's beginning to the first one; None where none has gone out.
+        queued: Seconds from the arrival of the request to the attempt's beginning, by two machines' clocks.
+        admitted_after: Seconds that it was held back before the engine.
     """
 
     attempt: Attempt
@@ -30,6 +32,8 @@ class AttemptOutcome(msgspec.Struct, frozen=True, kw_only=True):
     streamed: bool
     chunks: int = 0
     first_chunk: float | None = None
+    queued: float = 0.0
+    admitted_after: float = 0.0
 
     @property
     def status(self) -> headers.Status:

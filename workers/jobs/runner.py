@@ -13,6 +13,7 @@ import structlog
 
 from inferbus.schemas.errors import InferbusError, InternalError
 from inferbus.schemas.requests import AnyRequest
+from inferbus.workers.admission import Permit
 from inferbus.workers.bus.interface import Broker
 from inferbus.workers.jobs.attempt import Attempt, Envelope, facts
 from inferbus.workers.jobs.history import ResumePoint
@@ -33,12 +34,14 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
         attempt: Which one.
         request: Checked as far as that goes without a model.
         reply: Where chunks go.
+        permit: To be entered before the engine is asked.
         resume_points: Where an earlier attempt at a job can be resumed, the latest place first.
     """
 
     attempt: Attempt
     request: AnyRequest
     reply: Reply
+    permit: Permit = msgspec.field(default_factory=Permit)
     resume_points: Sequence[ResumePoint] = ()
 
 
@@ -87,6 +90,7 @@ class AttemptRunner:
         envelope: Envelope,
         scope: Scope,
         *,
+        permit: Permit | None = None,
         resume_points: Sequence[ResumePoint] = (),
         lost: Callable[[], bool] = lambda: False,
     ) -> AttemptOutcome:
@@ -95,11 +99,13 @@ class AttemptRunner:
         Args:
             envelope: The request.
             scope: Ends it from outside.
+            permit: Has it run when its turn comes; at once without one.
             resume_points: Where an earlier attempt can be resumed.
             lost: Whether the job may belong to another worker by now; nothing is sent then.
         """
-        attempt, streamed = envelope.attempt, False
+        attempt, streamed, permit = envelope.attempt, False, permit or Permit()
         started = time.monotonic()
+        queued = max(0.0, (self._now() - attempt.arrived).total_seconds())
         reply = self._reply(attempt)
         log.info("job.started", **facts(attempt))
         try:
@@ -107,7 +113,9 @@ class AttemptRunner:
             streamed = attempt.streams(request)
             probe = "" if attempt.durable else self._listeners.probe
             reply = self._reply(attempt, probe=probe, probe_every=self._listeners.every, lost=lost)
-            work = Work(attempt=attempt, request=request, reply=reply, resume_points=resume_points)
+            work = Work(
+                attempt=attempt, request=request, reply=reply, permit=permit, resume_points=resume_points
+            )
             with self._expecting_listener(attempt, scope):
                 body = await scope.run(self._generate(work), deadline=self._seconds_left(attempt))
             error = None
@@ -126,6 +134,8 @@ class AttemptRunner:
             streamed=streamed,
             chunks=reply.sent,
             first_chunk=None if reply.begun is None else reply.begun - started,
+            queued=queued,
+            admitted_after=permit.waited,
         )
         self._observer.attempt_ended(outcome, time.monotonic() - started)
         return outcome

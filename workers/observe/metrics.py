@@ -121,6 +121,18 @@ class Metrics(Observer):
             FIRST_SECONDS,
             *("kind", "class"),
         )
+        self._queue_wait_seconds = histogram(
+            "queue_wait_seconds",
+            "From the submission of a job to its attempt, by the clocks of server and worker.",
+            REQUEST_SECONDS,
+            "class",
+        )
+        self._admission_wait_seconds = histogram(
+            "admission_wait_seconds",
+            "From the attempt's beginning until the engine had room for it.",
+            REQUEST_SECONDS,
+            "class",
+        )
         self._chunks = counter("chunks", "Chunks of streamed answers.", "kind", "class")
         self._jobs = counter(
             "jobs", "Deliveries of durable jobs, by what became of them.", "class", "outcome", "code"
@@ -157,8 +169,11 @@ class Metrics(Observer):
         if outcome.first_chunk is not None:
             self._first_chunk_seconds(kind, cls).observe(outcome.first_chunk)
             self._chunks(kind, cls).inc(outcome.chunks)
-        if attempt.durable and attempt.number > 1:
-            self._redeliveries(cls).inc()
+        self._admission_wait_seconds(cls).observe(outcome.admitted_after)
+        if attempt.durable:
+            self._queue_wait_seconds(cls).observe(outcome.queued)
+            if attempt.number > 1:
+                self._redeliveries(cls).inc()
 
     @_harmless
     def refused(self, attempt: Attempt, error: InferbusError) -> None:
@@ -223,11 +238,13 @@ class _Current:
 
         load, bus = self._load(), self._bus
         for name, help, value in (
-            ("slots", "Requests that the worker takes at once.", load.slots),
+            ("slots", "Requests that the worker holds at most.", load.slots),
             ("slots_busy", "Slots in use.", load.busy),
             ("engine_running_requests", "Requests in the engine's batch.", load.running),
             ("engine_waiting_requests", "Requests that the engine has queued.", load.waiting),
             ("engine_kv_used_tokens", "Tokens of the KV cache in use.", load.kv_used),
+            ("kv_forecast_tokens", "KV tokens that admitted requests will need at most.", load.kv_forecast),
+            ("admission_queued_requests", "Requests held back before the engine.", load.queued),
             ("engine_kv_tokens", "Tokens that the KV cache has room for.", self._engine.capacity.kv_tokens),
             ("nats_connected", "Whether the worker is connected to NATS.", int(bus.connected)),
         ):

@@ -43,9 +43,28 @@ class HandoffTransport(Protocol):
 class OpenHandoff:
     """A hand-off under way."""
 
-    def __init__(self, worker: WorkerInfo, outcome: asyncio.Future[handoff.Done]) -> None:
+    def __init__(
+        self, worker: WorkerInfo, accepted: asyncio.Event, outcome: asyncio.Future[handoff.Done]
+    ) -> None:
         self.worker = worker
+        self._accepted = accepted
         self._outcome = outcome
+
+    async def accepted(self) -> None:
+        """Waits until prefill has room for the prompt: it hands it to its engine now.
+
+        Raises:
+            PrefillUnavailable: The worker did not take it, or went away while it waited there.
+            PrefillFailed: It failed already.
+            CallerError: Its engine refused the prompt.
+        """
+        accepting = asyncio.ensure_future(self._accepted.wait())
+        try:
+            await asyncio.wait((accepting, self._outcome), return_when=asyncio.FIRST_COMPLETED)
+            if not accepting.done():
+                self._outcome.result()
+        finally:
+            accepting.cancel()
 
     async def done(self) -> handoff.Done:
         """Waits until prefill has sent the cache.
@@ -65,9 +84,9 @@ class Handoffs:
         transport: How they travel.
         worker: This decode worker's id.
         signature: Of its engine.
-        accept_timeout: Seconds within which a worker must accept a hand-off.
-        timeout: Seconds within which it must have sent the cache. SGLang itself lets a prefill wait for
-            ever for a decode that never connects (NIXL's sender does not look at its bootstrap timeout).
+        accept_timeout: Seconds within which a worker must accept a hand-off, or say again that it waits.
+        timeout: Seconds from then on within which it must have sent the cache. SGLang itself lets a prefill
+            wait for ever for a decode that never connects (NIXL's sender ignores its bootstrap timeout).
         lost: Called with a worker that is not there any more.
     """
 
@@ -109,9 +128,10 @@ class Handoffs:
             codec.MSGPACK,
         )
         ticket = self._transport.request(worker, body, answers)
-        outcome = asyncio.ensure_future(self._follow(worker, answers))
+        accepted = asyncio.Event()
+        outcome = asyncio.ensure_future(self._follow(worker, answers, accepted))
         try:
-            yield OpenHandoff(worker, outcome)
+            yield OpenHandoff(worker, accepted, outcome)
         finally:
             self._transport.close(ticket)
             problem = outcome.exception() if outcome.done() else None
@@ -121,14 +141,19 @@ class Handoffs:
                 outcome.cancel()
                 self._transport.send(worker, codec.encode(handoff.Abort(rid=leg.rid), codec.MSGPACK))
 
-    async def _follow(self, worker: WorkerInfo, answers: asyncio.Queue[bytes | None]) -> handoff.Done:
+    async def _follow(
+        self, worker: WorkerInfo, answers: asyncio.Queue[bytes | None], accepted: asyncio.Event
+    ) -> handoff.Done:
+        first: handoff.FromPrefill = handoff.Queued(worker=worker.worker)
         try:
-            async with asyncio.timeout(self._accept_timeout):
-                first = self._read(worker, await answers.get())
+            while isinstance(first, handoff.Queued):
+                async with asyncio.timeout(self._accept_timeout):
+                    first = self._read(worker, await answers.get())
         except TimeoutError:
             raise PrefillUnavailable(f"prefill worker {worker.worker} did not answer a hand-off") from None
         if not isinstance(first, handoff.Accepted):
             return self._ended(worker, first)
+        accepted.set()
         try:
             async with asyncio.timeout(self._timeout):
                 return self._ended(worker, self._read(worker, await answers.get()))

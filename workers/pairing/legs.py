@@ -179,7 +179,10 @@ class Paired:
 
     @asynccontextmanager
     async def _pair(self, leg: Leg, worker: WorkerInfo, job: str) -> AsyncIterator[RunningLeg]:
-        """Both legs at once: prefill blocks until decode connects, so neither may wait for the other.
+        """Both legs at once, as soon as prefill has room for the prompt.
+
+        Its engine blocks until decode connects, so neither leg may wait for the other then. Before that a
+        leg would hold KV cache for a prompt that waits.
 
         The first delta is held back until prefill reports that it has sent the cache: a decode engine whose
         prefill failed has been seen to generate from garbage (sgl-project/sglang#30233).
@@ -190,6 +193,7 @@ class Paired:
                 self._handoffs.offer(worker, leg, job=job) as open_handoff,
                 aclosing(self._engine.generate(leg)) as deltas,
             ):
+                await open_handoff.accepted()
                 first = await _first(deltas, open_handoff)
                 done = await open_handoff.done()
                 yield RunningLeg(

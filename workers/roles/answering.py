@@ -38,6 +38,7 @@ class Answering:
         prompt = await self._engine.prepare(request)
         formatter = prompt.answer()
         generation = Generation(work, prompt, self._run)
+        await generation.admitted()
         streams = attempt.streams(request)
         warnings: dict[str, Any] = {"warnings": request.warnings} if request.warnings else {}
         async with (

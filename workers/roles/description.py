@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 
 from inferbus.schemas.fleet import Load, Role, WorkerInfo
+from inferbus.workers.admission import Admission
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.fleet.services import Service
 from inferbus.workers.config import WorkerSettings
 from inferbus.workers.engine.interface import Engine, EngineInfo
 from inferbus.workers.roles.program import Program
-from inferbus.workers.roles.slots import Slots
 
 
 class Description:
@@ -38,7 +38,7 @@ class Description:
             started=time.time(),
         )
 
-    def starting(self, engine: EngineInfo, slots: Slots) -> WorkerInfo:
+    def starting(self, engine: EngineInfo, admission: Admission) -> WorkerInfo:
         """Its first announcement, once the engine is up."""
         info: WorkerInfo = self._info(
             state="starting",
@@ -46,7 +46,7 @@ class Description:
             kinds=list(engine.kinds),
             tokenizer=engine.tokenizer,
             engine=engine.name,
-            load=Load(slots=slots.total),
+            load=Load(slots=admission.budget.slots),
             capacity=engine.capacity,
             signature=engine.signature,
             bootstrap=engine.bootstrap,
@@ -67,11 +67,17 @@ class Description:
         return info
 
 
-async def load(engine: Engine, slots: Slots) -> Load:
+async def load(engine: Engine, admission: Admission) -> Load:
     """How busy a worker is."""
     now = await engine.load()
     return Load(
-        slots=slots.total, busy=slots.busy, running=now.running, waiting=now.waiting, kv_used=now.kv_used
+        slots=admission.budget.slots,
+        busy=admission.busy,
+        running=now.running,
+        waiting=now.waiting,
+        kv_used=now.kv_used,
+        kv_forecast=admission.kv_forecast,
+        queued=admission.queued,
     )
 
 

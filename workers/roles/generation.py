@@ -8,10 +8,11 @@ from typing import Final
 import msgspec
 import structlog
 
+from inferbus.workers.admission import engine_priority
 from inferbus.workers.engine.interface import Delta, Leg, Prompt
 from inferbus.workers.jobs.history import ResumePoint
 from inferbus.workers.jobs.runner import Work
-from inferbus.workers.pairing.legs import RunLeg, RunningLeg, generate
+from inferbus.workers.pairing.legs import RunLeg, RunningLeg, generate, new_rid
 
 log = structlog.get_logger()
 
@@ -51,6 +52,16 @@ class Generation:
         if self._resumed is not None:
             self._announce(self._resumed)
 
+    async def admitted(self) -> None:
+        """Waits until the engine can start it."""
+        leg = self._rest.leg(0, rid=new_rid())
+        await self._work.permit.enter(
+            len(leg.token_ids),
+            leg.sampling.get("max_new_tokens") or 0,
+            choices=self._rest.choices,
+            certain=bool(leg.sampling.get("ignore_eos")),
+        )
+
     def deltas(self) -> AsyncGenerator[Delta, None]:
         """The deltas for the formatter.
 
@@ -74,18 +85,26 @@ class Generation:
 
     async def _leg(self, leg: Leg) -> AsyncGenerator[Delta, None]:
         work, resumed = self._work, self._resumed
+        priority = engine_priority(work.permit.service_class, leg.options.get("priority"))
+        leg = msgspec.structs.replace(leg, options={**leg.options, "priority": priority})
         if not work.attempt.streams(work.request):
             leg = msgspec.structs.replace(leg, sampling={"stream_interval": WHOLE_STEP, **leg.sampling})
         if resumed is not None:
             self.repeating = True
             yield self._earlier(resumed)
             self.repeating = False
+        started = False
         async with self._run(leg, work.attempt.job) as running:
             if leg.index == 0 and running.prefill is not None:
                 work.reply.served_by(running.prefill)
             if running.first is not None:
+                started = True
+                work.permit.first_token()
                 yield self._accounted(running.first, running)
             async for delta in running.deltas:
+                if not started:
+                    started = True
+                    work.permit.first_token()
                 yield self._accounted(delta, running)
 
     def _earlier(self, resumed: ResumePoint) -> Delta:
@@ -102,6 +121,9 @@ class Generation:
 
     def _accounted(self, delta: Delta, running: RunningLeg) -> Delta:
         """With the usage of the whole answer: this engine counts its own part."""
+        self._work.permit.generated(len(delta.token_ids))
+        if delta.finish is not None and delta.meta.get("num_retractions"):
+            self._work.permit.retracted()
         if running.cached_tokens is not None:
             delta.cached_tokens = running.cached_tokens
         if self._resumed is not None:

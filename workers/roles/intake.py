@@ -11,7 +11,8 @@ from typing import Any, Final, Protocol
 
 import structlog
 
-from inferbus.schemas.errors import BusUnavailable, CallerError, Draining, Overloaded
+from inferbus.schemas.errors import BusUnavailable, CallerError, Draining, InvalidSubject, Overloaded
+from inferbus.workers.admission import BATCH, LIVE, Admission, Permit, ServiceClass
 from inferbus.workers.bus.connection.message import Callback, Message
 from inferbus.workers.bus.connection.subscription import Subscription
 from inferbus.workers.bus.interface import Delivery, Stored
@@ -20,7 +21,6 @@ from inferbus.workers.jobs.delivery import Deliveries
 from inferbus.workers.jobs.runner import AttemptRunner
 from inferbus.workers.jobs.scope import Scope
 from inferbus.workers.jobs.settings import JobSettings
-from inferbus.workers.roles.slots import Permit, Slots
 
 log = structlog.get_logger()
 
@@ -65,7 +65,7 @@ class LiveIntake:
         subscribe: Joins the queue group with a callback.
         runner: Makes the attempt, or refuses it.
         tasks: Keeps what runs.
-        slots: Bound what is taken.
+        admission: Bounds what is taken.
         settings: Of the worker.
         now: Wall clock, aware.
     """
@@ -75,7 +75,7 @@ class LiveIntake:
         subscribe: Callable[[Callback], Awaitable[Subscription]],
         runner: AttemptRunner,
         tasks: Tasks,
-        slots: Slots,
+        admission: Admission,
         settings: JobSettings,
         *,
         now: Callable[[], dt.datetime] = lambda: dt.datetime.now(dt.UTC),
@@ -83,11 +83,11 @@ class LiveIntake:
         self._subscribe = subscribe
         self._runner = runner
         self._tasks = tasks
-        self._slots = slots
+        self._admission = admission
         self._settings = settings
         self._now = now
         self._changed = asyncio.Event()
-        slots.on_change(self._changed.set)
+        admission.on_change(self._changed.set)
         self._draining = False
         self._joined: Subscription | None = None
 
@@ -100,9 +100,9 @@ class LiveIntake:
         while not self._draining:
             self._changed.clear()
             try:
-                if self._joined is None and not self._slots.full:
+                if self._joined is None and not self._admission.full:
                     await self.join()
-                elif self._joined is not None and self._slots.full:
+                elif self._joined is not None and self._admission.full:
                     await self._leave()
             except BusUnavailable as error:
                 log.warning("requests.not_joined", reason=error.message)
@@ -144,7 +144,7 @@ class LiveIntake:
             return
         if self._draining:
             self._runner.refuse(envelope, Draining("this worker is shutting down"))
-        elif (permit := self._slots.admit_live()) is None:
+        elif (permit := self._admission.take(LIVE)) is None:
             self._runner.refuse(envelope, Overloaded("all slots of this worker are busy"))
         else:
             self._tasks.start(self._serve(envelope, permit))
@@ -154,7 +154,7 @@ class LiveIntake:
         with permit:
             forget = self._runner.scopes.add(scope)
             try:
-                outcome = await self._runner.run(envelope, scope)
+                outcome = await self._runner.run(envelope, scope, permit=permit)
                 outcome.answer()
             finally:
                 forget()
@@ -174,28 +174,37 @@ class JobSource(Protocol):
 
 
 class JobIntake:
-    """Pulls durable jobs, one for every free slot.
+    """Pulls durable jobs as there is room for them.
 
     Args:
         source: Where from.
         deliveries: Take a job to its end.
         tasks: Keeps what runs.
-        slots: Bound what is pulled.
+        admission: Bounds what is pulled.
+        settings: Of the worker.
     """
 
-    def __init__(self, source: JobSource, deliveries: Deliveries, tasks: Tasks, slots: Slots) -> None:
+    def __init__(
+        self,
+        source: JobSource,
+        deliveries: Deliveries,
+        tasks: Tasks,
+        admission: Admission,
+        settings: JobSettings,
+    ) -> None:
         self._source = source
         self._deliveries = deliveries
         self._tasks = tasks
-        self._slots = slots
+        self._admission = admission
+        self._settings = settings
         self._draining = asyncio.Event()
 
     async def run(self) -> None:
         """Pulls until `drain`."""
         while not self._draining.is_set():
-            await self._first(self._slots.room.wait())
+            await self._first(self._admission.room.wait())
             pulling = asyncio.create_task(self._source.take())
-            await self._first(pulling, self._slots.no_room.wait())
+            await self._first(pulling, self._admission.no_room.wait())
             if not pulling.done():
                 # A job that arrives at this moment is kept by the source for the next `take`.
                 pulling.cancel()
@@ -218,5 +227,11 @@ class JobIntake:
                     each.cancel()
 
     async def _serve(self, delivery: Delivery) -> None:
-        with await self._slots.admit_job():
-            await self._deliveries.handle(delivery)
+        with await self._admission.take_job(self._class(delivery)) as permit:
+            await self._deliveries.handle(delivery, permit)
+
+    def _class(self, delivery: Delivery) -> ServiceClass:
+        try:
+            return self._settings.subjects.parse_job(delivery.message.subject).job_class
+        except InvalidSubject:
+            return BATCH

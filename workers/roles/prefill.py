@@ -22,6 +22,7 @@ from inferbus.schemas.errors import (
     PrefillFailed,
 )
 from inferbus.schemas.subjects import LIVE_OWNER
+from inferbus.workers.admission import Admission, Permit, class_of
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.bus.fleet.services import Endpoint
@@ -29,7 +30,6 @@ from inferbus.workers.engine.interface import Delta, Engine, Leg, Rendezvous
 from inferbus.workers.jobs.observer import Observer
 from inferbus.workers.jobs.settings import JobSettings
 from inferbus.workers.roles.program import finished_within
-from inferbus.workers.roles.slots import Permit, Slots
 
 log = structlog.get_logger()
 
@@ -40,7 +40,7 @@ class PrefillProgram:
     Args:
         bus: Connected.
         engine: Of the role prefill.
-        slots: Bound what it takes.
+        admission: Bounds what it takes.
         settings: Of this worker.
         endpoints: What it serves: hand-offs to it.
         observer: Told what ends here.
@@ -53,7 +53,7 @@ class PrefillProgram:
         self,
         bus: Bus,
         engine: Engine,
-        slots: Slots,
+        admission: Admission,
         settings: JobSettings,
         endpoints: Sequence[Endpoint],
         *,
@@ -62,7 +62,7 @@ class PrefillProgram:
         self.endpoints = endpoints
         self._bus = bus
         self._engine = engine
-        self._slots = slots
+        self._admission = admission
         self._worker = settings.worker
         self._replies = settings.replies
         self._observer = observer or Observer()
@@ -120,8 +120,7 @@ class PrefillProgram:
             log.warning("handoff.refused", job=request.job, decode=request.worker, code=refusal.code)
             self._observer.turned_away(refusal.code)
             return
-        self._answer(reply, handoff.Accepted(worker=self._worker))
-        task = asyncio.create_task(self._run(request, reply))
+        task = asyncio.create_task(self._run(request, reply, admitted))
         self._running[request.rid] = task
         # Not in the task itself: one that is aborted before its first step never comes to its `finally`.
         task.add_done_callback(lambda _: self._ended(request.rid, admitted))
@@ -130,7 +129,7 @@ class PrefillProgram:
         self._engine.abort(rid)
         self._aborted.discard(rid)
         self._running.pop(rid, None)
-        permit.release()
+        permit.close()
 
     def _admit(self, request: handoff.Prefill) -> Permit | InferbusError:
         """A permit for this hand-off, or why it is not taken."""
@@ -140,13 +139,29 @@ class PrefillProgram:
             return NotSupported("the decode worker's engine does not fit this one")
         if request.rid in self._running:
             return PrefillFailed("this request id is running here already")
-        return self._slots.admit_live() or Overloaded("all slots are busy")
+        permit = self._admission.take(class_of(request.options.get("priority")))
+        return permit or Overloaded("all slots are busy")
 
-    async def _run(self, request: handoff.Prefill, reply: str) -> None:
+    async def _turn(self, request: handoff.Prefill, reply: str, permit: Permit) -> None:
+        """Waits until the engine has room for the prompt; nothing of it is held on either side until then."""
+        entering = asyncio.create_task(permit.enter(len(request.token_ids), 0))
+        try:
+            # It may be its turn at once.
+            await asyncio.wait((entering,), timeout=0)
+            while not entering.done():
+                self._answer(reply, handoff.Queued(worker=self._worker))
+                await asyncio.wait((entering,), timeout=handoff.QUEUED_EVERY)
+            await entering
+        finally:
+            entering.cancel()
+
+    async def _run(self, request: handoff.Prefill, reply: str, permit: Permit) -> None:
         started = time.monotonic()
         bind_contextvars(job=request.job)
         answer: handoff.FromPrefill
         try:
+            await self._turn(request, reply, permit)
+            self._answer(reply, handoff.Accepted(worker=self._worker))
             async with asyncio.timeout(request.timeout):
                 last = await self._compute(request)
             answer = handoff.Done(

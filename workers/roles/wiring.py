@@ -6,6 +6,7 @@ from typing import Final
 
 from inferbus.schemas.fleet import Role
 from inferbus.schemas.subjects import Subjects
+from inferbus.workers.admission import Admission
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.connection.message import Callback
 from inferbus.workers.bus.connection.subscription import Subscription
@@ -27,16 +28,16 @@ from inferbus.workers.pairing.legs import Alone, Paired, RunLeg
 from inferbus.workers.pairing.picker import Picker
 from inferbus.workers.roles import endpoints
 from inferbus.workers.roles.answering import Answering
+from inferbus.workers.roles.budget import paired_window
 from inferbus.workers.roles.decode import DecodeProgram
 from inferbus.workers.roles.handoff_transport import BusHandoffTransport
 from inferbus.workers.roles.intake import JobIntake, LiveIntake, Tasks
 from inferbus.workers.roles.prefill import PrefillProgram
 from inferbus.workers.roles.prefill_gate import PrefillGate
 from inferbus.workers.roles.program import Program
-from inferbus.workers.roles.slots import Slots
 
 ACCEPT_TIMEOUT: Final = 5.0
-"""Seconds within which a prefill worker must accept a hand-off."""
+"""Seconds within which a prefill worker must accept a hand-off, or say again that it waits there."""
 
 
 def job_settings(settings: Settings, subjects: Subjects) -> JobSettings:
@@ -58,7 +59,7 @@ async def program(
     bus: Bus,
     engine: Engine,
     registry: Registry,
-    slots: Slots,
+    admission: Admission,
     settings: Settings,
     observer: Observer,
 ) -> Program:
@@ -69,7 +70,7 @@ async def program(
         bus: Connected.
         engine: Of that role.
         registry: Knows the prefill workers.
-        slots: Bound what it takes.
+        admission: Bounds what it takes.
         settings: Of this worker.
         observer: Told what ends here.
 
@@ -77,26 +78,26 @@ async def program(
         BusUnavailable: The consumers of jobs cannot be made.
     """
     if role == "prefill":
-        return prefill(bus, engine, slots, job_settings(settings, bus.subjects), observer)
+        return prefill(bus, engine, admission, job_settings(settings, bus.subjects), observer)
     queue = await job_queue(bus, engine.info.model, settings.worker)
-    return decode(bus, engine, registry if role == "decode" else None, queue, slots, settings, observer)
+    return decode(bus, engine, registry if role == "decode" else None, queue, admission, settings, observer)
 
 
 def prefill(
-    bus: Bus, engine: Engine, slots: Slots, settings: JobSettings, observer: Observer
+    bus: Bus, engine: Engine, admission: Admission, settings: JobSettings, observer: Observer
 ) -> PrefillProgram:
     """The prefill program.
 
     Args:
         bus: Connected.
         engine: Of the role prefill.
-        slots: Bound what it takes.
+        admission: Bounds what it takes.
         settings: Of this worker.
         observer: Told what ends here.
     """
     served = endpoints.of_prefill(bus.subjects, engine.info.model, settings.worker)
     observers = Observers(observer, endpoints.EndpointFigures(served))
-    return PrefillProgram(bus, engine, slots, settings, served, observer=observers)
+    return PrefillProgram(bus, engine, admission, settings, served, observer=observers)
 
 
 def decode(
@@ -104,7 +105,7 @@ def decode(
     engine: Engine,
     registry: Registry | None,
     queue: JobQueue,
-    slots: Slots,
+    admission: Admission,
     settings: Settings,
     observer: Observer,
 ) -> DecodeProgram:
@@ -115,14 +116,14 @@ def decode(
         engine: Of the role decode or both.
         registry: Knows the prefill workers; None for `both`.
         queue: Where durable jobs are pulled from.
-        slots: Bound what it takes.
+        admission: Bounds what it takes.
         settings: Of this worker.
         observer: Told what ends here.
     """
     ours, worker = job_settings(settings, bus.subjects), settings.worker
     served = endpoints.of_decode(bus.subjects, engine.info.model, worker)
     observers = Observers(observer, endpoints.EndpointFigures(served))
-    run, gate = _legs(bus, engine, registry, queue, settings)
+    run, gate = _legs(bus, engine, registry, queue, admission, settings)
     broker = JetStream(bus)
     listeners = Listeners(lambda gone: bus.probe_inbox(gone).subject, every=worker.client_gone_every)
     runner = AttemptRunner(broker, Answering(engine, run), ours, listeners=listeners, observer=observers)
@@ -139,15 +140,20 @@ def decode(
         served,
         runner=runner,
         cancels=cancels,
-        live=LiveIntake(join, runner, tasks, slots, ours),
-        jobs=JobIntake(queue, deliveries, tasks, slots),
+        live=LiveIntake(join, runner, tasks, admission, ours),
+        jobs=JobIntake(queue, deliveries, tasks, admission, ours),
         tasks=tasks,
         gate=gate,
     )
 
 
 def _legs(
-    bus: Bus, engine: Engine, registry: Registry | None, queue: JobQueue, settings: Settings
+    bus: Bus,
+    engine: Engine,
+    registry: Registry | None,
+    queue: JobQueue,
+    admission: Admission,
+    settings: Settings,
 ) -> tuple[RunLeg, PrefillGate | None]:
     """How legs run, and what pauses the queue while none can."""
     if registry is None:
@@ -164,4 +170,11 @@ def _legs(
         lost=registry.drop,
     )
     picker = Picker(signature, registry.workers)
+
+    def follow_prefill() -> None:
+        admission.set_window(paired_window(picker.fitting))
+
+    if not settings.worker.prompt_window:
+        registry.on_change(follow_prefill)
+        follow_prefill()
     return Paired(engine, picker, handoffs), PrefillGate(queue, registry, picker)

@@ -24,6 +24,7 @@ import uvloop
 
 from inferbus.schemas.errors import BusUnavailable, InferbusError
 from inferbus.schemas.fleet import Role
+from inferbus.workers.admission import Admission
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.fleet.registry import Registry
 from inferbus.workers.bus.jetstream.provision import provision
@@ -34,9 +35,9 @@ from inferbus.workers.jobs.observer import Observer
 from inferbus.workers.observe import logs, metrics
 from inferbus.workers.observe.metrics import Metrics
 from inferbus.workers.roles import description, wiring
+from inferbus.workers.roles.budget import budget
 from inferbus.workers.roles.description import Description
 from inferbus.workers.roles.signals import StopSignals, restored
-from inferbus.workers.roles.slots import Slots
 
 log = structlog.get_logger()
 
@@ -119,14 +120,14 @@ class _Worker:
 
     async def _serve(self, bus: Bus, engine: Engine, measured: Metrics | None) -> int:
         settings, info = self._settings.worker, engine.info
-        slots = Slots(settings.slots or info.capacity.max_running, live_share=settings.live_share)
-        described = self._description.starting(info, slots)
-        load = functools.partial(description.load, engine, slots)
+        admission = Admission(budget(self._role, info.capacity, settings))
+        described = self._description.starting(info, admission)
+        load = functools.partial(description.load, engine, admission)
         async with Registry(bus, described, settings=settings, load=load) as registry:
             if measured is not None:
                 measured.watch(lambda: registry.info.load, bus)
             program = await wiring.program(
-                self._role, bus, engine, registry, slots, self._settings, measured or Observer()
+                self._role, bus, engine, registry, admission, self._settings, measured or Observer()
             )
             # After the engine is up: SGLang takes SIGTERM for itself while it starts.
             self._signals.catch()
@@ -135,14 +136,14 @@ class _Worker:
             async with description.service(bus, described, program, replies=replies):
                 await program.start()
                 await registry.announce("ready")
-                log.info("worker.ready", model=info.model, slots=slots.total, engine=info.name)
+                log.info("worker.ready", model=info.model, slots=admission.budget.slots, engine=info.name)
                 async with asyncio.TaskGroup() as group:
                     provisioning = group.create_task(self._provision_again(bus))
                     code = await self._until_stopped(bus, engine)
                     provisioning.cancel()
             if code == EXIT_OK:
                 await registry.announce("draining")
-                log.info("worker.draining", busy=slots.busy)
+                log.info("worker.draining", busy=admission.busy)
                 await program.drain(grace=settings.grace, hurry=self._signals.hurry)
                 try:
                     await bus.flush()
