@@ -26,7 +26,7 @@ from inferbus.workers.engine.cpu import detect
 from inferbus.workers.engine.sglang import LaunchFailed, bootstrap, options
 from inferbus.workers.engine.sglang.bounds import Bounds
 from inferbus.workers.engine.sglang.prompts import SGLangPrompt
-from inferbus.workers.engine.sglang.redaction import safe, unquoted
+from inferbus.workers.engine.sglang.redaction import redacted_record, safe, unquoted
 from inferbus.workers.engine.sglang.serving import THREADS, Serving
 from inferbus.workers.engine.sglang.startup import collector_paused, installed_version
 from inferbus.workers.engine.sglang.stops import with_reach
@@ -258,6 +258,11 @@ async def test_of_prompts_that_come_at_once_the_first_are_converted_first_and_a_
     handler = SimpleNamespace(
         _validate_request=lambda asked: None, _convert_to_internal_request=convert, chat_encoding_spec=None
     )
+
+    class Handlers:
+        def __new__(cls, *_: Any) -> Any:
+            return handler
+
     # What is imported of SGLang here, whose import takes ten seconds.
     for name, kind in (
         ("serving_completions", "OpenAIServingCompletion"),
@@ -265,7 +270,7 @@ async def test_of_prompts_that_come_at_once_the_first_are_converted_first_and_a_
     ):
         stand_in = SimpleNamespace(**{kind: lambda *_, **fields: SimpleNamespace(**fields)})
         monkeypatch.setitem(sys.modules, f"sglang.srt.entrypoints.openai.{name}", stand_in)
-    manager = SimpleNamespace(serving_chat_class=lambda *_: handler, served_model_name="m")
+    manager = SimpleNamespace(serving_chat_class=Handlers, served_model_name="m")
     serving = Serving(SimpleNamespace(tokenizer_manager=manager, template_manager=None, server_args=None))
 
     names = [str(number) for number in range(50)]
@@ -285,3 +290,22 @@ def test_the_garbage_collector_goes_on_when_sglang_is_loaded_and_when_it_could_n
     with pytest.raises(ImportError), collector_paused():
         raise ImportError
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Hit invalid json_schema: key_string='%s', e=RuntimeError()",
+        "Grammar accept_token failed for req 1 with token 0: Tokens not accepted: 0\nKey string: %s",
+        "req 1: invalid stop_regex '%s' (bad); aborting the request",
+    ],
+)
+def test_a_log_message_of_sglang_that_quotes_a_grammar_is_left_out(message: str) -> None:
+    record = redacted_record("sglang", 40, "file", 1, message, ("my secret words",), None)
+    assert "secret" not in record.getMessage()
+    assert "grammar" in record.getMessage()
+
+
+def test_other_log_messages_of_sglang_stay_as_they_are() -> None:
+    record = redacted_record("sglang", 40, "file", 1, "load took %d s", (5,), None)
+    assert record.getMessage() == "load took 5 s"
