@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
-from inferbus.workers.engine.sglang import transfer
+from inferbus.workers.engine.sglang import detokenizer, transfer
 from inferbus.workers.engine.sglang.redaction import redacted_record
 from inferbus.workers.engine.sglang.startup import collector_paused
 from inferbus.workers.observe import logs
@@ -61,6 +61,7 @@ def run_detokenizer(*arguments: Any, **named: Any) -> None:
     """SGLang's detokenizer process."""
     _prepare()
     with collector_paused():
+        detokenizer.install()
         from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 
     run_detokenizer_process(*arguments, **named)
