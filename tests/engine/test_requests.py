@@ -224,6 +224,16 @@ async def test_a_grammar_that_is_none_is_the_callers_fault_and_the_engine_lives(
     assert await answers(engine)
 
 
+@pytest.mark.parametrize("kind", ["tokens", "chat", "completions"])
+async def test_a_seed_that_does_not_fix_the_answer_is_warned_of(engine: RemoteEngine, kind: Kind) -> None:
+    body = {"tokens": {"token_ids": [1]}, "chat": {"messages": [USER]}, "completions": {"prompt": "x"}}[kind]
+    seeded, plain = parse(kind, body | {"seed": 5}), parse(kind, body)
+    await engine.prepare(seeded)
+    await engine.prepare(plain)
+    assert any("--enable-deterministic-inference" in warning for warning in seeded.warnings)
+    assert plain.warnings == []
+
+
 async def test_an_adapter_that_is_not_loaded_is_refused(engine: RemoteEngine) -> None:
     prompt = await engine.prepare(
         parse("tokens", {"token_ids": [1, 2], "lora_path": "none", "max_tokens": 2})

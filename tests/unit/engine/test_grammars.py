@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -65,8 +66,9 @@ def test_a_grammar_that_no_rule_can_judge_needs_an_operators_trust(field: str) -
     assert caught.value.param == field
 
 
-def test_a_structural_tag_is_none_the_less_one_in_a_response_format() -> None:
-    form = {"type": "structural_tag", "format": {"type": "grammar", "grammar": 'root ::= root root | "a"'}}
+@pytest.mark.parametrize("kind", [{"type": "structural_tag"}, {}], ids=["named", "unnamed"])
+def test_a_structural_tag_in_a_response_format_is_one_too(kind: dict[str, str]) -> None:
+    form = kind | {"format": {"type": "grammar", "grammar": 'root ::= root root | "a"'}}
     with pytest.raises(NotSupported, match="--trust-grammars"):
         grammars.check(request(response_format=form))
 
@@ -158,3 +160,14 @@ def test_what_the_engine_gets_of_a_schema_is_what_was_checked() -> None:
     asked = request(json_schema='{"pattern": "(a*)*", "pattern": "a"}')
     grammars.check(asked)
     assert asked.sampling.json_schema == '{"pattern":"a"}'
+
+
+def test_the_pattern_for_stop_strings_matches_nothing() -> None:
+    [pattern] = grammars.with_window(["ab", "世界"], None)
+    assert not any(re.search(pattern, text) for text in ("", "x", "x" * 40, "ab\ncd\n"))
+    assert "6" in pattern
+
+
+def test_patterns_of_the_request_are_kept() -> None:
+    assert grammars.with_window("stop", "a+")[0] == "a+"
+    assert len(grammars.with_window("stop", ["a"] * 32)) == 32

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import importlib.metadata
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -29,7 +28,6 @@ from inferbus.workers.engine.sglang.prompts import SGLangPrompt
 from inferbus.workers.engine.sglang.redaction import redacted_record, safe, unquoted
 from inferbus.workers.engine.sglang.serving import THREADS, Serving
 from inferbus.workers.engine.sglang.startup import collector_paused, installed_version
-from inferbus.workers.engine.sglang.stops import with_reach
 from tests.support.eventually import eventually
 
 BOUNDS = Bounds(context_length=100, longest_prompt=90, longest_total=96, vocabulary=50)
@@ -166,17 +164,6 @@ def test_a_message_that_repeats_the_request_is_not_used() -> None:
     assert (
         safe("roles must alternate user and assistant", messages) == "roles must alternate user and assistant"
     )
-
-
-def test_the_pattern_for_stop_strings_matches_nothing() -> None:
-    [pattern] = with_reach(["ab", "世界"], None)
-    assert not any(re.search(pattern, text) for text in ("", "x", "x" * 40, "ab\ncd\n"))
-    assert "6" in pattern
-
-
-def test_patterns_of_the_request_are_kept() -> None:
-    assert with_reach("stop", "a+")[0] == "a+"
-    assert len(with_reach("stop", ["a"] * 32)) == 32
 
 
 @pytest.mark.parametrize("number", ["0.5.17", "0.5.18.post1", "0.5.23", "0.5.22rc0"])

@@ -17,6 +17,7 @@ from urllib.parse import unquote
 
 import msgspec
 
+from inferbus.schemas import limits
 from inferbus.schemas.errors import InvalidRequest, NotSupported
 from inferbus.schemas.requests import AnyRequest, ChatRequest
 from inferbus.workers.engine.sglang import patterns
@@ -75,6 +76,23 @@ def check(request: AnyRequest) -> None:
     _check_response_format(getattr(request, "response_format", None))
 
 
+def with_window(stops: str | Sequence[str], patterns: str | Sequence[str] | None) -> list[str]:
+    r"""The stop patterns of a request with stop strings, with one that makes SGLang see them all.
+
+    SGLang looks for a stop string in the text of as many of the last tokens as the string has when it is
+    tokenised as a whole, plus one, and holds back text that may be its beginning over the same window. Where
+    a model generates the string in more tokens than that, SGLang neither stops nor trims. The window is also
+    as long as the longest match of a stop pattern, and a token stands for at least one byte. Nothing follows
+    the end of a text (`\Z`), so the added pattern matches nothing.
+    """
+    stops = [stops] if isinstance(stops, str) else stops
+    own = [patterns] if isinstance(patterns, str) else list(patterns or ())
+    longest = max((len(stop.encode("utf-8", "replace")) for stop in stops), default=0)
+    if not longest or len(own) >= limits.STOP_STRINGS:
+        return own
+    return [*own, rf"\Z.{{{longest}}}"]
+
+
 def check_tools(request: AnyRequest) -> None:
     """Checks the parameters of tools, for a request whose tools have become a grammar.
 
@@ -108,7 +126,8 @@ def check_schema(schema: Any, param: str) -> None:
 def _check_response_format(form: dict[str, Any] | None) -> None:
     if form is None:
         return
-    if form.get("type") == "structural_tag":
+    # SGLang takes an object without a type for a structural tag.
+    if form.get("type", "structural_tag") == "structural_tag":
         raise NotSupported(f"a structural tag is not allowed here; {_TRUST}", param="response_format.type")
     if form.get("type") == "json_schema" and isinstance(form.get("json_schema"), dict):
         schema = form["json_schema"].get("schema")

@@ -21,14 +21,16 @@ import functools
 import itertools
 import re
 import sys
-import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from re import _constants as sre  # type: ignore[attr-defined]
 from re import _parser  # type: ignore[attr-defined]
 from typing import Any, Final, NamedTuple
 
 POSITIONS: Final = 256
 """Most positions of a grammar's pattern: characters and classes, counted repeats written out."""
+
+SUCCESSORS: Final = 4
+"""Most successors of a position, on average over the positions that a pattern may have."""
 
 PATTERN_CHARS: Final = 4096
 """Longest pattern in a grammar."""
@@ -46,9 +48,16 @@ class PatternRefused(ValueError):
 
 
 class Cost(NamedTuple):
-    """The size of a deterministic pattern: its positions, and its longest match, None where unbounded."""
+    """The size of a deterministic pattern.
+
+    Attributes:
+        positions: Characters and classes, counted repeats written out.
+        steps: Most characters that an attempt to match tries, times the length of the text if unbounded.
+        longest: The longest match; None where unbounded.
+    """
 
     positions: int
+    steps: int
     longest: int | None
 
 
@@ -66,21 +75,19 @@ def cost(pattern: str, *, positions: int = POSITIONS) -> Cost:
     if len(pattern) > PATTERN_CHARS:
         raise PatternRefused(f"has more than {PATTERN_CHARS} characters")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            tree = _parser.parse(pattern)
+        tree = _parser.parse(pattern)
         if tree.state.flags != re.UNICODE:
             raise PatternRefused("must have no flags")
         automaton = _Automaton(positions)
         whole = automaton.sequence(tree)
-        automaton.check_successors(whole.first)
+        steps = automaton.check_successors(whole.first)
     except PatternRefused:
         raise
-    except (re.error, OverflowError, FutureWarning, DeprecationWarning):
+    except (re.error, OverflowError):
         raise PatternRefused("is no regular expression") from None
     except RecursionError:
         raise PatternRefused("is nested too deeply") from None
-    return Cost(automaton.size, whole.longest)
+    return Cost(automaton.size, steps, whole.longest)
 
 
 class _Part(NamedTuple):
@@ -108,8 +115,11 @@ class _Automaton:
         """The number of positions."""
         return len(self._accepts)
 
-    def check_successors(self, first: Iterable[int]) -> None:
-        """Refuses two positions that may come next and accept the same character."""
+    def check_successors(self, first: Sequence[int]) -> int:
+        """Counts the successors; refuses too many, and two of one position that accept the same character."""
+        count = len(first) + sum(map(len, self._follow))
+        if count > SUCCESSORS * self._limit:
+            raise PatternRefused("has too many alternatives")
         checked: set[frozenset[int]] = set()
         for successors in (first, *self._follow):
             accepted = [self._accepts[position] for position in successors]
@@ -118,6 +128,7 @@ class _Automaton:
             if len(key) < len(accepted) or (key not in checked and _overlap(accepted)):
                 raise _ambiguous()
             checked.add(key)
+        return count
 
     def sequence(self, items: Iterable[tuple[Any, Any]]) -> _Part:
         """Parts one after the other."""

@@ -18,8 +18,7 @@ from inferbus.workers.engine.sglang.description import setting
 from inferbus.workers.engine.sglang.prompts import SGLangPrompt
 from inferbus.workers.engine.sglang.redaction import unquoted
 from inferbus.workers.engine.sglang.serving import Serving, with_late_parameters
-from inferbus.workers.engine.sglang.stops import with_reach
-from inferbus.workers.engine.tokens import TokensAnswer
+from inferbus.workers.engine.tokens import TokensAnswer, asks_logprobs
 
 _OPTIONS: Final = (
     "return_logprob",
@@ -139,7 +138,7 @@ class Preparer:
         sampling = {name: value for name, value in sampling.items() if name != "n"}
         sampling["max_new_tokens"] = self._bounds.new_tokens(request, len(token_ids))
         if sampling.get("stop"):
-            sampling["stop_regex"] = with_reach(sampling["stop"], sampling.get("stop_regex"))
+            sampling["stop_regex"] = grammars.with_window(sampling["stop"], sampling.get("stop_regex"))
         self._verify(sampling)
         return SGLangPrompt(
             token_ids,
@@ -167,7 +166,7 @@ class Preparer:
         return (
             request.sampling.choices == 1
             and not parsed
-            and not getattr(request, "logprobs", None)
+            and not asks_logprobs(request)
             and not getattr(request, "echo", None)
             and not any(sampling.get(name) for name in _OUTPUT_DEPENDENT)
             and sampling.get("repetition_penalty", 1.0) == 1.0
@@ -200,7 +199,7 @@ class Preparer:
 
 
 def _refuse_prompt_logprobs(request: CompletionRequest) -> None:
-    if request.echo and request.logprobs:
+    if request.echo and asks_logprobs(request):
         raise NotSupported(
             "echo with logprobs needs the prompt's own, which a decode engine does not have", param="echo"
         )
