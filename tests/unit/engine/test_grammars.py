@@ -50,6 +50,7 @@ def test_ordinary_requests_are_taken(fields: dict[str, Any]) -> None:
         (["x", r"a+b"], "any length"),
         ([r"a{100}", r"b{100}"], "positions"),
         (r"(unclosed", "no regular expression"),
+        ([f"[{letter}-\U0001f000]" for letter in "abcdefghi"], "classes"),
         (f"(?=a){SECRET}", "regular language"),
     ],
 )

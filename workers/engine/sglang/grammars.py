@@ -28,6 +28,9 @@ STOP_POSITIONS: Final = 128
 
 SGLang decodes and searches so many tokens again after every new one."""
 
+STOP_CLASSES: Final = 8
+"""Most classes with a range beyond Latin-1 in all stop patterns; the scheduler compiles them."""
+
 SCHEMA_BYTES: Final = 65_536
 """Largest JSON Schema. One of 200 KB took xgrammar nine seconds to compile, outside of the scheduler."""
 
@@ -136,12 +139,15 @@ def _check_response_format(form: dict[str, Any] | None) -> None:
 
 
 def _check_stops(stops: str | list[str]) -> None:
-    left = STOP_POSITIONS
+    left, wide = STOP_POSITIONS, 0
     for pattern in [stops] if isinstance(stops, str) else stops:
         cost = _cost(pattern, "stop_regex", positions=left)
         if cost.longest is None:
             _refuse("stop_regex", "can match a text of any length; give repeats a bound: {0,16} instead of *")
         left -= cost.positions
+        wide += cost.wide
+    if wide > STOP_CLASSES:
+        _refuse("stop_regex", f"holds more than {STOP_CLASSES} classes with ranges beyond Latin-1")
 
 
 def _cost(pattern: str, param: str, *, positions: int = patterns.POSITIONS) -> patterns.Cost:

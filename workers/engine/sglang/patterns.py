@@ -36,6 +36,7 @@ PATTERN_CHARS: Final = 4096
 """Longest pattern in a grammar."""
 
 _LAST: Final = sys.maxunicode
+_LATIN: Final = 0xFF
 
 Ranges = tuple[tuple[int, int], ...]
 """Code points, as ascending, disjoint, inclusive ranges."""
@@ -54,11 +55,13 @@ class Cost(NamedTuple):
         positions: Characters and classes, counted repeats written out.
         steps: Most characters that an attempt to match tries, times the length of the text if unbounded.
         longest: The longest match; None where unbounded.
+        wide: Different classes with a range beyond Latin-1. Python takes milliseconds to compile one.
     """
 
     positions: int
     steps: int
     longest: int | None
+    wide: int
 
 
 def cost(pattern: str, *, positions: int = POSITIONS) -> Cost:
@@ -87,7 +90,7 @@ def cost(pattern: str, *, positions: int = POSITIONS) -> Cost:
         raise PatternRefused("is no regular expression") from None
     except RecursionError:
         raise PatternRefused("is nested too deeply") from None
-    return Cost(automaton.size, steps, whole.longest)
+    return Cost(automaton.size, steps, whole.longest, len(automaton.wide))
 
 
 class _Part(NamedTuple):
@@ -109,6 +112,7 @@ class _Automaton:
         self._limit = limit
         self._accepts: list[Ranges] = []
         self._follow: list[set[int]] = []
+        self.wide: set[tuple[Any, ...]] = set()
 
     @property
     def size(self) -> int:
@@ -146,7 +150,11 @@ class _Automaton:
             return self._either([self.sequence(branch) for branch in value[1]])
         if kind is sre.AT:
             return _EMPTY
-        return self._position(_accepted(kind, tuple(value) if kind is sre.IN else value))
+        if kind is sre.IN:
+            value = tuple(value)
+            if any(item is sre.RANGE and bounds[1] > _LATIN for item, bounds in value):
+                self.wide.add(value)
+        return self._position(_accepted(kind, value))
 
     def _position(self, accepts: Ranges) -> _Part:
         if len(self._accepts) == self._limit:
