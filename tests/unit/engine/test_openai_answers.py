@@ -80,9 +80,9 @@ def test_the_finish_reason_is_tool_calls_only_for_complete_calls(
         "choices": [{"index": 0, "message": {"content": "x", "tool_calls": None}, "finish_reason": "stop"}]
     }
     choice = json.loads(calls.completed(json.dumps(body).encode()))["choices"][0]
-    if finish.matched == 2:  # The model ended it by itself: SGLang's answer stays.
-        assert choice == body["choices"][0]
+    assert choice["message"]["content"] == "Well."
+    if finish.matched == 2:  # The model ended it by itself: SGLang's calls stay.
+        assert (choice["finish_reason"], choice["message"]["tool_calls"]) == ("stop", None)
     else:
         assert choice["finish_reason"] == reason
-        assert choice["message"]["content"] == "Well."
         assert choice["message"]["tool_calls"][0]["function"] == {"name": "look", "arguments": arguments}

@@ -1,10 +1,13 @@
-"""Tool calls of an answer that was cut off, by a stop string or by its length.
+"""Tool calls, and the text around them, alike in a stream and in one piece.
 
-SGLang's formatters differ there. The stream has sent the beginning of a call,
-completes its arguments to valid JSON that the model never wrote, and ends with
-`tool_calls`; the answer in one piece has no such call. Here both hold the call as
-far as the model wrote it, and `tool_calls` is the finish reason only if every call
-is complete.
+SGLang's formatters differ where an answer is cut off inside a call, by a stop string
+or by its length. The stream has sent the beginning of the call, completes its
+arguments to valid JSON that the model never wrote, and ends with `tool_calls`; the
+answer in one piece has no such call. Here both hold the call as far as the model
+wrote it, and `tool_calls` is the finish reason only if every call is complete.
+
+They also differ in the text: in one piece it ends with the first call (qwen25). Here
+it is the stream's.
 """
 
 from __future__ import annotations
@@ -48,17 +51,17 @@ class SentCalls:
         return corrected
 
     def completed(self, body: bytes) -> bytes:
-        """An answer in one piece, with the calls that its stream would have held."""
-        cut = [index for index in self._cut if index in self._calls]
-        if not cut:
+        """An answer in one piece, with the text, and the calls that were cut off, of its stream."""
+        if not self._calls:
             return body
         answer = msgspec.json.decode(body)
         for choice in answer["choices"]:
-            if choice["index"] in cut:
-                message = choice["message"]
-                message["content"] = self._content.get(choice["index"]) or None
-                message["tool_calls"] = list(self._calls[choice["index"]].values())
-                choice["finish_reason"] = self._reason(choice["index"])
+            index, message = choice["index"], choice["message"]
+            if index in self._calls:
+                message["content"] = self._content.get(index) or None
+            if index in self._calls and index in self._cut:
+                message["tool_calls"] = list(self._calls[index].values())
+                choice["finish_reason"] = self._reason(index)
         return msgspec.json.encode(answer)
 
     def _reason(self, index: int) -> str:
