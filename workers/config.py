@@ -175,6 +175,9 @@ class WorkerSettings(_Section, frozen=True, kw_only=True):
     client_gone_every: Annotated[
         int, Meta(description="Ask with every k-th chunk whether a live caller is still there.", ge=1)
     ] = 16
+    trust_grammars: Annotated[
+        bool, Meta(description="Take grammars and stop patterns unchecked: one can stall the engine.")
+    ] = False
     metrics_port: Annotated[
         Annotated[int, Meta(ge=0, le=65535)] | None,
         Meta(description="Port to serve Prometheus metrics on; 0: a free one; default: none."),

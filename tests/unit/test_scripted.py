@@ -386,6 +386,8 @@ async def test_content_parts_are_read_as_their_text() -> None:
         ("chat", {"tools": [{"type": "function"}]}, "tools"),
         ("chat", {"logprobs": True}, "logprobs"),
         ("completions", {"regex": "x"}, "regex"),
+        ("completions", {"logprobs": 0}, "logprobs"),
+        ("completions", {"logprobs": 1}, "logprobs"),
     ],
 )
 async def test_what_a_script_cannot_do_is_refused_and_never_passed_over(

@@ -15,7 +15,7 @@ async def launch(role: Role, settings: WorkerSettings, argv: Sequence[str], scri
 
     Args:
         role: Of the worker.
-        settings: Model name, bootstrap address, prefill timeout.
+        settings: Model name, bootstrap address, prefill timeout, trust.
         argv: SGLang's own flags.
         scripted: A script to replay instead; no SGLang is loaded then.
 
@@ -35,4 +35,5 @@ async def launch(role: Role, settings: WorkerSettings, argv: Sequence[str], scri
         bootstrap_port=settings.bootstrap_port,
         advertise_host=settings.bootstrap_host,
         transfer_timeout=settings.prefill_timeout,
+        trust_grammars=settings.trust_grammars,
     )

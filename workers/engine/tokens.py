@@ -21,11 +21,17 @@ from inferbus.schemas.answers import (
     Usage,
 )
 from inferbus.schemas.errors import EngineFailed
-from inferbus.schemas.requests import TokenRequest
+from inferbus.schemas.requests import AnyRequest, TokenRequest
 from inferbus.workers.engine.interface import Delta
 
 LOWEST_LOGPROB: Final = -9999.0
 """Stands for the logarithm of 0, which JSON cannot write; as in OpenAI's API."""
+
+
+def asks_logprobs(request: AnyRequest) -> bool:
+    """Whether log probabilities are asked for; 0, of a completion, asks for those of its own tokens."""
+    logprobs: bool | int | None = request.logprobs
+    return logprobs is not None and logprobs is not False
 
 
 class TokensAnswer:

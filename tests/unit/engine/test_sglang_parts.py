@@ -6,7 +6,6 @@ import asyncio
 import gc
 import importlib.metadata
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -26,10 +25,9 @@ from inferbus.workers.engine.cpu import detect
 from inferbus.workers.engine.sglang import LaunchFailed, bootstrap, options
 from inferbus.workers.engine.sglang.bounds import Bounds
 from inferbus.workers.engine.sglang.prompts import SGLangPrompt
-from inferbus.workers.engine.sglang.redaction import safe, unquoted
+from inferbus.workers.engine.sglang.redaction import redacted_record, safe, unquoted
 from inferbus.workers.engine.sglang.serving import THREADS, Serving
 from inferbus.workers.engine.sglang.startup import collector_paused, installed_version
-from inferbus.workers.engine.sglang.stops import with_reach
 from tests.support.eventually import eventually
 
 BOUNDS = Bounds(context_length=100, longest_prompt=90, longest_total=96, vocabulary=50)
@@ -168,17 +166,6 @@ def test_a_message_that_repeats_the_request_is_not_used() -> None:
     )
 
 
-def test_the_pattern_for_stop_strings_matches_nothing() -> None:
-    [pattern] = with_reach(["ab", "世界"], None)
-    assert not any(re.search(pattern, text) for text in ("", "x", "x" * 40, "ab\ncd\n"))
-    assert "6" in pattern
-
-
-def test_patterns_of_the_request_are_kept() -> None:
-    assert with_reach("stop", "a+")[0] == "a+"
-    assert len(with_reach("stop", ["a"] * 32)) == 32
-
-
 @pytest.mark.parametrize("number", ["0.5.17", "0.5.18.post1", "0.5.23", "0.5.22rc0"])
 def test_versions_in_the_range_are_taken(monkeypatch: pytest.MonkeyPatch, number: str) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: number)
@@ -258,6 +245,11 @@ async def test_of_prompts_that_come_at_once_the_first_are_converted_first_and_a_
     handler = SimpleNamespace(
         _validate_request=lambda asked: None, _convert_to_internal_request=convert, chat_encoding_spec=None
     )
+
+    class Handlers:
+        def __new__(cls, *_: Any) -> Any:
+            return handler
+
     # What is imported of SGLang here, whose import takes ten seconds.
     for name, kind in (
         ("serving_completions", "OpenAIServingCompletion"),
@@ -265,7 +257,7 @@ async def test_of_prompts_that_come_at_once_the_first_are_converted_first_and_a_
     ):
         stand_in = SimpleNamespace(**{kind: lambda *_, **fields: SimpleNamespace(**fields)})
         monkeypatch.setitem(sys.modules, f"sglang.srt.entrypoints.openai.{name}", stand_in)
-    manager = SimpleNamespace(serving_chat_class=lambda *_: handler, served_model_name="m")
+    manager = SimpleNamespace(serving_chat_class=Handlers, served_model_name="m")
     serving = Serving(SimpleNamespace(tokenizer_manager=manager, template_manager=None, server_args=None))
 
     names = [str(number) for number in range(50)]
@@ -285,3 +277,22 @@ def test_the_garbage_collector_goes_on_when_sglang_is_loaded_and_when_it_could_n
     with pytest.raises(ImportError), collector_paused():
         raise ImportError
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Hit invalid json_schema: key_string='%s', e=RuntimeError()",
+        "Grammar accept_token failed for req 1 with token 0: Tokens not accepted: 0\nKey string: %s",
+        "req 1: invalid stop_regex '%s' (bad); aborting the request",
+    ],
+)
+def test_a_log_message_of_sglang_that_quotes_a_grammar_is_left_out(message: str) -> None:
+    record = redacted_record("sglang", 40, "file", 1, message, ("my secret words",), None)
+    assert "secret" not in record.getMessage()
+    assert "grammar" in record.getMessage()
+
+
+def test_other_log_messages_of_sglang_stay_as_they_are() -> None:
+    record = redacted_record("sglang", 40, "file", 1, "load took %d s", (5,), None)
+    assert record.getMessage() == "load took 5 s"

@@ -14,7 +14,7 @@ from inferbus.workers.engine.interface import AnswerFormatter, EngineInfo, Leg
 from inferbus.workers.engine.scripted.answers import TextAnswer
 from inferbus.workers.engine.scripted.script import USER
 from inferbus.workers.engine.scripted.text import ByteTokenizer
-from inferbus.workers.engine.tokens import TokensAnswer
+from inferbus.workers.engine.tokens import TokensAnswer, asks_logprobs
 
 _OF_TEXT: Final = ("stop", "stop_regex", "json_schema", "regex", "ebnf", "structural_tag")
 
@@ -76,7 +76,7 @@ class ScriptedPrompt:
         """See `Prompt.resumed`."""
         sampling = self._request.sampling
         left = None if sampling.max_new_tokens is None else sampling.max_new_tokens - len(token_ids)
-        if self.choices > 1 or getattr(self._request, "logprobs", None) or (left is not None and left < 1):
+        if self.choices > 1 or asks_logprobs(self._request) or (left is not None and left < 1):
             return None
         if self._request.kind != "tokens" and self._echo + self._tokenizer.decode(token_ids) != text:
             return None
@@ -140,7 +140,8 @@ def _refuse_unsupported(request: AnyRequest) -> None:
     """Refuses parameters that a script cannot follow; none is ignored silently."""
     given = [name for name in _OF_TEXT if getattr(request.sampling, name)]
     if not isinstance(request, TokenRequest):
-        given += [name for name in ("tools", "response_format", "logprobs") if getattr(request, name, None)]
+        given += [name for name in ("tools", "response_format") if getattr(request, name, None)]
+        given += ["logprobs"] * asks_logprobs(request)
     if given:
         raise NotSupported(f"{given[0]} is not supported by a scripted engine", param=given[0])
 

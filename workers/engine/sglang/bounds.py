@@ -85,10 +85,11 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
         if wanted is None:
             return room
         if wanted > room:
-            _warn(request, f"max_tokens lowered to {room}, which is what the engine has room for")
+            warn(request, f"max_tokens lowered to {room}, which is what the engine has room for")
         return min(wanted, room)
 
 
-def _warn(request: AnyRequest, warning: str) -> None:
+def warn(request: AnyRequest, warning: str) -> None:
+    """Adds a warning to the answer, once."""
     if warning not in request.warnings:
         request.warnings = [*request.warnings, warning]

@@ -23,6 +23,7 @@ from inferbus.schemas.errors import (
     TransferFailed,
 )
 from inferbus.schemas.fleet import Role
+from inferbus.schemas.sampling import GRAMMARS
 from inferbus.workers.engine.interface import Delta, Finish, Leg
 from inferbus.workers.engine.sglang import bootstrap, transfer
 from inferbus.workers.engine.sglang.redaction import unquoted
@@ -32,6 +33,9 @@ log = structlog.get_logger()
 BAD_REQUEST: Final = 400
 UNAVAILABLE: Final = 503
 ABORT_AGAIN_SECONDS: Final = 0.02
+
+UNSATISFIED: Final = "Grammar accept_token failed"
+"""How SGLang's message begins where a grammar allowed no token at all; with status 500."""
 
 
 class Calls:
@@ -129,10 +133,14 @@ class Calls:
         if leg.rid in self._aborted:
             return Cancelled("cancelled")
         status = int(reason.get("status_code") or 0)
-        message = str(reason.get("message") or "no reason given")
-        log.warning("leg.aborted", rid=leg.rid, status=status, reason=unquoted(message))
+        message = unquoted(reason.get("message") or "no reason given")
+        grammar = next((name for name in GRAMMARS if leg.sampling.get(name)), None)
+        # What is said of a grammar may repeat it.
+        log.warning("leg.aborted", rid=leg.rid, status=status, reason=grammar or message)
+        if grammar is not None and message.startswith(UNSATISFIED):
+            return InvalidRequest(f"no output can satisfy the {grammar}", param=grammar)
         if status == BAD_REQUEST:
-            return InvalidRequest(f"the engine refused the request: {unquoted(message)}")
+            return InvalidRequest(f"the engine refused the request: {message}", param=grammar)
         if status == UNAVAILABLE:
             return Overloaded("the engine has no room for the request")
         if self._role != "both":

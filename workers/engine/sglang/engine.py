@@ -41,6 +41,7 @@ class SGLangEngine:
         bootstrap_port: int | None = None,
         advertise_host: str | None = None,
         transfer_timeout: float = options.TRANSFER_SECONDS,
+        trust_grammars: bool = False,
     ) -> SGLangEngine:
         """Starts an engine in this process; blocks the event loop while the model loads.
 
@@ -53,6 +54,7 @@ class SGLangEngine:
             advertise_host: How other hosts reach this one; by default the address listened on, or this
                 machine's own.
             transfer_timeout: Seconds that one side of a KV transfer waits for the other.
+            trust_grammars: Whether grammars and stop patterns of requests go to the engine unchecked.
 
         Raises:
             LaunchFailed: It did not start; nothing of it is left behind.
@@ -73,7 +75,13 @@ class SGLangEngine:
             answers = role != "prefill" and manager.tokenizer is not None
             serving = Serving(engine) if answers else None
             info = await describe(engine, chosen, version, serving)
-            preparer = Preparer(manager, role=role, bounds=Bounds.of(engine), serving=serving)
+            preparer = Preparer(
+                manager,
+                role=role,
+                bounds=Bounds.of(engine),
+                serving=serving,
+                trust_grammars=trust_grammars,
+            )
         except TimeoutError:
             launch.stop(engine)
             raise LaunchFailed("the engine started, but computes nothing") from None

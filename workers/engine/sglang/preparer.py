@@ -11,13 +11,14 @@ from inferbus.schemas.errors import InvalidRequest, NotSupported
 from inferbus.schemas.fleet import Role
 from inferbus.schemas.requests import AnyRequest, ChatRequest, CompletionRequest, TokenRequest
 from inferbus.schemas.sampling import GRAMMARS, INT64
+from inferbus.workers.engine.sglang import grammars, patterns
 from inferbus.workers.engine.sglang.answers import OpenAIAnswer
-from inferbus.workers.engine.sglang.bounds import PROMPT_FIELD, Bounds
+from inferbus.workers.engine.sglang.bounds import PROMPT_FIELD, Bounds, warn
+from inferbus.workers.engine.sglang.description import setting
 from inferbus.workers.engine.sglang.prompts import SGLangPrompt
 from inferbus.workers.engine.sglang.redaction import unquoted
 from inferbus.workers.engine.sglang.serving import Serving, with_late_parameters
-from inferbus.workers.engine.sglang.stops import with_reach
-from inferbus.workers.engine.tokens import TokensAnswer
+from inferbus.workers.engine.tokens import TokensAnswer, asks_logprobs
 
 _OPTIONS: Final = (
     "return_logprob",
@@ -47,27 +48,43 @@ class Preparer:
         role: The worker's.
         bounds: The engine's limits.
         serving: None with `--skip-tokenizer-init`.
+        trust_grammars: Whether grammars and stop patterns go to the engine unchecked.
     """
 
-    def __init__(self, manager: Any, *, role: Role, bounds: Bounds, serving: Serving | None) -> None:
+    def __init__(
+        self,
+        manager: Any,
+        *,
+        role: Role,
+        bounds: Bounds,
+        serving: Serving | None,
+        trust_grammars: bool,
+    ) -> None:
         self._manager = manager
         self._role = role
         self._bounds = bounds
         self._serving = serving
+        self._trust_grammars = trust_grammars
+        self._deterministic = bool(setting(manager, "enable_deterministic_inference"))
         self._model_defaults: dict[str, Any] = manager.model_config.get_default_sampling_params() or {}
+        patterns.load_classes()
 
     async def prepare(self, request: AnyRequest) -> SGLangPrompt:
         """See `Engine.prepare`."""
         request.sampling.check_vocabulary(self._bounds.vocabulary)
         if request.priority is not None and request.priority not in INT64:
             raise InvalidRequest("priority must fit a signed 64-bit integer", param="priority")
+        if self._serving is None:
+            _refuse_text(request)
+        if not self._trust_grammars:
+            grammars.check(request)
+        if request.sampling.sampling_seed is not None and not self._deterministic:
+            warn(request, "seed may give another text each time: --enable-deterministic-inference is not set")
         if isinstance(request, TokenRequest):
             return self._tokens(request)
         return await self._openai(request)
 
     def _tokens(self, request: TokenRequest) -> SGLangPrompt:
-        if self._serving is None:
-            _refuse_text(request)
         sampling = {**self._model_defaults, **request.sampling.given()}
         options: dict[str, Any] = {
             "priority": request.priority,
@@ -88,8 +105,7 @@ class Preparer:
 
     async def _openai(self, request: ChatRequest | CompletionRequest) -> SGLangPrompt:
         serving = self._serving
-        if serving is None:
-            raise NotSupported(f"this worker has no tokenizer, so it cannot serve {request.kind}")
+        assert serving is not None  # `prepare` has refused these kinds otherwise.
         chat = isinstance(request, ChatRequest)
         if chat and not serving.has_chat_template:
             raise NotSupported("the model has no chat template")
@@ -97,10 +113,13 @@ class Preparer:
             _refuse_prompt_logprobs(request)
         converted, openai = await serving.convert(request)
         handler = serving.chat if chat else serving.completion
+        sampling = with_late_parameters(converted.sampling_params, request)
+        if not self._trust_grammars and any(sampling.get(name) for name in GRAMMARS):
+            grammars.check_tools(request)
         return self._prompt(
             request,
             list(converted.input_ids),
-            sampling=with_late_parameters(converted.sampling_params, request),
+            sampling=sampling,
             options={name: getattr(converted, name, None) for name in _OPTIONS}
             | {"cache_salt": request.cache_salt},
             answer=partial(OpenAIAnswer, handler, openai, chat=chat),
@@ -119,7 +138,7 @@ class Preparer:
         sampling = {name: value for name, value in sampling.items() if name != "n"}
         sampling["max_new_tokens"] = self._bounds.new_tokens(request, len(token_ids))
         if sampling.get("stop"):
-            sampling["stop_regex"] = with_reach(sampling["stop"], sampling.get("stop_regex"))
+            sampling["stop_regex"] = grammars.with_window(sampling["stop"], sampling.get("stop_regex"))
         self._verify(sampling)
         return SGLangPrompt(
             token_ids,
@@ -147,7 +166,7 @@ class Preparer:
         return (
             request.sampling.choices == 1
             and not parsed
-            and not getattr(request, "logprobs", None)
+            and not asks_logprobs(request)
             and not getattr(request, "echo", None)
             and not any(sampling.get(name) for name in _OUTPUT_DEPENDENT)
             and sampling.get("repetition_penalty", 1.0) == 1.0
@@ -180,14 +199,16 @@ class Preparer:
 
 
 def _refuse_prompt_logprobs(request: CompletionRequest) -> None:
-    if request.echo and request.logprobs:
+    if request.echo and asks_logprobs(request):
         raise NotSupported(
             "echo with logprobs needs the prompt's own, which a decode engine does not have", param="echo"
         )
 
 
-def _refuse_text(request: TokenRequest) -> None:
+def _refuse_text(request: AnyRequest) -> None:
     """Refuses what an engine without a tokenizer ignores silently, or dies of (sgl-project/sglang#9039)."""
+    if not isinstance(request, TokenRequest):
+        raise NotSupported(f"this worker has no tokenizer, so it cannot serve {request.kind}")
     for name in _NEED_TOKENIZER:
         if getattr(request.sampling, name):
             raise NotSupported(f"this worker has no tokenizer, so it cannot honour {name}", param=name)

@@ -13,12 +13,14 @@ import ctypes
 import logging
 import multiprocessing
 import os
+import re
 import signal
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
-from inferbus.workers.engine.sglang import transfer
+from inferbus.workers.engine.sglang import detokenizer, transfer
+from inferbus.workers.engine.sglang.redaction import redacted_record
 from inferbus.workers.engine.sglang.startup import collector_paused
 from inferbus.workers.observe import logs
 
@@ -28,6 +30,10 @@ REPORT: Final = "INFERBUS_ENGINE_REPORT"
 """Environment variable with the file that takes a failed child's last line."""
 
 END_SECONDS: Final = 10.0
+
+STOP_PATTERNS: Final = 8192
+"""Compiled stop patterns that a scheduler keeps: of 256 requests with 32 each. Python keeps 512, and would
+compile all of them again at every step where there are more."""
 
 
 def run_scheduler(*arguments: Any, logging_settings: dict[str, Any] | None = None, **named: Any) -> None:
@@ -39,6 +45,9 @@ def run_scheduler(*arguments: Any, logging_settings: dict[str, Any] | None = Non
         named: SGLang's.
     """
     _prepare()
+    logging.setLogRecordFactory(redacted_record)
+    # Every step of the scheduler looks up every stop pattern of every request by its text.
+    re._MAXCACHE = STOP_PATTERNS  # type: ignore[attr-defined]
     if logging_settings is not None:
         logs.configure(**logging_settings)
     with collector_paused():
@@ -52,6 +61,7 @@ def run_detokenizer(*arguments: Any, **named: Any) -> None:
     """SGLang's detokenizer process."""
     _prepare()
     with collector_paused():
+        detokenizer.install()
         from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 
     run_detokenizer_process(*arguments, **named)

@@ -19,6 +19,7 @@ import structlog
 from inferbus.schemas.errors import InvalidRequest, NotSupported
 from inferbus.schemas.requests import ChatRequest, CompletionRequest
 from inferbus.workers.engine.sglang.redaction import safe
+from inferbus.workers.engine.sglang.toolcalls import cut_off
 
 log = structlog.get_logger()
 
@@ -87,6 +88,21 @@ class PassThrough:
         return source
 
 
+def _chat_class(base: Any) -> Any:
+    class Chat(base):  # type: ignore[misc]
+        """SGLang's handler; it leaves the arguments of a call that was cut off as they are."""
+
+        def _check_for_unstreamed_tool_args(
+            self, parser: Any, content: dict[str, Any], *rest: Any, **named: Any
+        ) -> Any:
+            finish = content["meta_info"].get("finish_reason") or {}
+            if cut_off(finish.get("type", ""), finish.get("matched")):
+                return None
+            return super()._check_for_unstreamed_tool_args(parser, content, *rest, **named)
+
+    return Chat
+
+
 class Serving:
     """The two handlers of SGLang's OpenAI server, on an embedded engine."""
 
@@ -95,7 +111,7 @@ class Serving:
 
         self._manager = engine.tokenizer_manager
         stand_in = PassThrough(self._manager)
-        self.chat = self._manager.serving_chat_class(stand_in, engine.template_manager)
+        self.chat = _chat_class(self._manager.serving_chat_class)(stand_in, engine.template_manager)
         self.completion = OpenAIServingCompletion(stand_in, engine.template_manager)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="inferbus-conversion")
         self._trusts_templates = bool(getattr(engine.server_args, "trust_request_chat_template", False))
