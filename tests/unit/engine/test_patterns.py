@@ -132,7 +132,8 @@ class Attempt:
                 for branch in value[1]:
                     yield from self._sequence(list(branch), at)
             case "MAX_REPEAT" | "MIN_REPEAT":
-                yield from self._repeat(*value, at, 0)
+                least, most, items = value
+                yield from self._repeat(least, most, items, at, 0)
             case "AT":
                 yield at
             case _:
