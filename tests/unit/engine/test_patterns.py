@@ -121,7 +121,8 @@ class Attempt:
         if not items:
             yield at
             return
-        for end in self._item(*items[0], at):
+        kind, value = items[0]
+        for end in self._item(kind, value, at):
             yield from self._sequence(items[1:], end)
 
     def _item(self, kind: Any, value: Any, at: int) -> Iterator[int]:
