@@ -9,11 +9,11 @@ from inferbus.schemas.fleet import Capacity, Role, WorkerInfo
 from inferbus.workers.admission import Budget
 from inferbus.workers.config import WorkerSettings
 
-STEPS: Final = 2
+STEPS: Final = 3
 """Steps of prompts that are ahead in an engine of the role `both`: the one that SGLang has planned behind the
 step under way, and the next."""
 
-PREFILL_STEPS: Final = 6
+PREFILL_STEPS: Final = 12
 """The same for prefill: a prompt counts until its KV cache was sent, which takes some steps more."""
 
 

@@ -17,7 +17,7 @@ STEP_TOKENS: Final = 1536
 """Tokens of one step of an engine that computes prompts and answers: new tokens of the running requests, and
 as much of waiting prompts as fits beside them."""
 
-PREFILL_STEP_TOKENS: Final = 2048
+PREFILL_STEP_TOKENS: Final = 1024
 """Tokens of one step of a prefill engine."""
 
 _ORDERED_POLICIES: Final = ("fcfs", "lof")
