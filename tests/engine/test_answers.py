@@ -57,9 +57,8 @@ def told(choices: list[dict[str, Any]]) -> tuple[str | None, list[tuple[str, str
 def said(choice: dict[str, Any]) -> tuple[str | None, list[tuple[str, str]], str]:
     """The same of a whole answer."""
     message = choice["message"]
-    calls = [
-        (call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"] or ()
-    ]
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    calls = [(function["name"], function["arguments"]) for function in functions]
     return message["content"] or None, calls, choice["finish_reason"]
 
 
