@@ -172,7 +172,9 @@ def _legs(
     picker = Picker(signature, registry.workers)
 
     def follow_prefill() -> None:
-        admission.set_window(paired_window(picker.fitting))
+        # Without any, requests are still admitted: they fail at once, and say why.
+        if window := paired_window(picker.fitting):
+            admission.set_window(window)
 
     if not settings.worker.prompt_window:
         registry.on_change(follow_prefill)
