@@ -1,14 +1,15 @@
 """Decode to prefill: the structured hand-off of one tokenised prompt, and what prefill says of it.
 
 Bodies are MessagePack. Decode sends `Prefill` as a NATS request to one
-worker's subject; the worker answers on the request's inbox with `Accepted` or
-`Refused` at once, and later with `Done` or `Failed`. `Abort` ends a hand-off
+worker's subject; the worker answers on the request's inbox with `Refused`, or
+with `Queued` at intervals while the prompt waits for its turn, then with
+`Accepted`, and later with `Done` or `Failed`. `Abort` ends a hand-off
 that decode no longer wants.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
@@ -21,6 +22,9 @@ Rid = Annotated[str, Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
 """An engine's request id. SGLang aborts by prefix: a short or empty one would end others' work."""
 
 Room = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+QUEUED_EVERY: Final = 2.0
+"""Seconds between two `Queued`."""
+
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 
 
@@ -36,8 +40,7 @@ class Prefill(msgspec.Struct, tag="prefill", omit_defaults=True, kw_only=True):
         worker: The decode worker.
         job: For logs.
         signature: Of the decode engine; checked again by prefill.
-        timeout: Seconds after which prefill gives up on its own.
-        traceparent: W3C trace context.
+        timeout: Seconds after `Accepted` after which prefill gives up on its own.
     """
 
     rid: Rid
@@ -49,7 +52,6 @@ class Prefill(msgspec.Struct, tag="prefill", omit_defaults=True, kw_only=True):
     signature: Signature
     timeout: Seconds
     options: dict[str, Any] = {}
-    traceparent: str | None = None
 
 
 class Abort(msgspec.Struct, tag="abort", kw_only=True):
@@ -58,8 +60,14 @@ class Abort(msgspec.Struct, tag="abort", kw_only=True):
     rid: Rid
 
 
+class Queued(msgspec.Struct, tag="queued", kw_only=True):
+    """The prompt waits until the engine has room for it; said again every `QUEUED_EVERY` seconds."""
+
+    worker: str
+
+
 class Accepted(msgspec.Struct, tag="accepted", kw_only=True):
-    """The prompt is on its way to the engine."""
+    """The prompt is on its way to the engine; decode starts its own leg now."""
 
     worker: str
 
@@ -91,14 +99,12 @@ class Done(msgspec.Struct, tag="done", omit_defaults=True, kw_only=True):
         worker: The prefill worker.
         cached_tokens: How much of the prompt it had in its prefix cache.
         seconds: From acceptance to here.
-        input_logprobs: Of the prompt, where asked for; a decode engine cannot tell them.
         transfer: Of the cache, where the engine can tell.
     """
 
     worker: str
     cached_tokens: int = 0
     seconds: float = 0.0
-    input_logprobs: list[Any] | None = None
     transfer: Transfer | None = None
 
 
@@ -110,4 +116,4 @@ class Failed(msgspec.Struct, tag="failed", kw_only=True):
 
 
 ToPrefill = Prefill | Abort
-FromPrefill = Accepted | Refused | Done | Failed
+FromPrefill = Queued | Accepted | Refused | Done | Failed

@@ -26,6 +26,7 @@ DEADLINE: Final = "Infer-Deadline"
 
 CONTENT_TYPE: Final = "Content-Type"
 TRACEPARENT: Final = "traceparent"
+"""W3C trace context: reserved, workers do not read it yet."""
 
 STATUS: Final = "Infer-Status"
 """On the end mark and on results: see `Status`."""

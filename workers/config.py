@@ -99,6 +99,7 @@ class BusSettings(_Section, frozen=True, kw_only=True):
         return Subjects(self.prefix)
 
     def problems(self) -> Iterator[tuple[str, str]]:
+        """Unusable URLs, and settings that exclude or need each other."""
         for url in self.urls:
             if not _is_nats_url(url):
                 yield (
@@ -131,11 +132,15 @@ class WorkerSettings(_Section, frozen=True, kw_only=True):
         Meta(description="Model name to serve under; default: the engine's.", extra={"name": "served-model"}),
     ] = None
     slots: Annotated[
-        int, Meta(description="Requests taken at once; 0: what the engine can run.", ge=0, le=65536)
+        int, Meta(description="Most requests held at once; 0: what the engine can run.", ge=0, le=65536)
+    ] = 0
+    prompt_window: Annotated[
+        int,
+        Meta(description="Prompt tokens without a first token in the engine; 0: a few steps.", ge=0),
     ] = 0
     live_share: Annotated[
-        float, Meta(description="Share of the slots kept for live requests.", ge=0, le=1)
-    ] = 0.25
+        float, Meta(description="Share of slots and KV tokens that jobs leave to live requests.", ge=0, le=1)
+    ] = 0.1
     classes: Annotated[
         dict[str, Annotated[int, Meta(ge=1, le=1000)]],
         Meta(description="Job classes with their weights, as interactive:4,batch:1.", min_length=1),
@@ -171,18 +176,17 @@ class WorkerSettings(_Section, frozen=True, kw_only=True):
     client_gone_every: Annotated[
         int, Meta(description="Ask with every k-th chunk whether a live caller is still there.", ge=1)
     ] = 16
+    trust_grammars: Annotated[
+        bool, Meta(description="Take grammars and stop patterns unchecked: one can stall the engine.")
+    ] = False
     metrics_port: Annotated[
         Annotated[int, Meta(ge=0, le=65535)] | None,
         Meta(description="Port to serve Prometheus metrics on; 0: a free one; default: none."),
     ] = None
     metrics_host: Annotated[str, Meta(description="Address to serve them on.")] = "0.0.0.0"  # noqa: S104
 
-    @property
-    def heartbeat(self) -> float:
-        """Seconds between heartbeats of a running job: a third of the ack wait, so that two may be lost."""
-        return self.ack_wait / 3
-
     def problems(self) -> Iterator[tuple[str, str]]:
+        """Unknown classes, and reply prefixes that are none."""
         if unknown := sorted(set(self.classes) - set(CLASSES)):
             yield "classes", f"knows {', '.join(CLASSES)}; not {', '.join(unknown)}"
         for prefix in self.reply_prefixes:

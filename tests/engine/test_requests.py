@@ -211,8 +211,7 @@ async def test_content_that_a_text_model_cannot_take_is_not_supported(
         {"json_schema": "{no json"},
         {"json_schema": '{"type": 5}'},
         {"regex": "(unclosed"},
-        {"ebnf": "no grammar at all"},
-        {"structural_tag": "{}"},
+        {"json_schema": '{"enum": []}'},
         {"stop_regex": "(unclosed"},
     ],
     ids=str,
@@ -223,6 +222,21 @@ async def test_a_grammar_that_is_none_is_the_callers_fault_and_the_engine_lives(
     with pytest.raises(InvalidRequest):
         await generated(engine, fields)
     assert await answers(engine)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "chat", "completions"])
+async def test_a_seed_that_does_not_fix_the_answer_is_warned_of(engine: RemoteEngine, kind: Kind) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "tokens": {"token_ids": [1]},
+        "chat": {"messages": [USER]},
+        "completions": {"prompt": "x"},
+    }
+    body = bodies[kind]
+    seeded, plain = parse(kind, body | {"seed": 5}), parse(kind, body)
+    await engine.prepare(seeded)
+    await engine.prepare(plain)
+    assert any("--enable-deterministic-inference" in warning for warning in seeded.warnings)
+    assert plain.warnings == []
 
 
 async def test_an_adapter_that_is_not_loaded_is_refused(engine: RemoteEngine) -> None:

@@ -19,7 +19,7 @@ PROBE: Final = 1.0
 
 
 class SimulatedDelivery:
-    """One delivery of one job; implements `Delivery` by the rules of `bus.queue.delivery`."""
+    """One delivery of one job; implements `Delivery` by the rules of `inferbus.workers.bus.delivery`."""
 
     def __init__(
         self, connection: Connection, message: Stored, attempt: int, lane: JobClass, signs: Heartbeats
@@ -99,7 +99,7 @@ class SimulatedDelivery:
 
 
 class Heartbeats:
-    """Signs of life of one process, as `inferbus.workers.bus.queue.delivery` gives them."""
+    """Signs of life of one process, as `inferbus.workers.bus.delivery` gives them."""
 
     def __init__(self, connection: Connection, *, ack_wait: float) -> None:
         self.ack_wait = ack_wait
@@ -128,12 +128,12 @@ class Heartbeats:
 
 
 class SimulatedQueue:
-    """Where a worker's jobs come from: `roles.intake.Queue` by the rules of `bus.pull`."""
+    """Where a worker's jobs come from: `roles.intake.JobSource` by the rules of `bus.pull`."""
 
     def __init__(self, connection: Connection, signs: Heartbeats, weights: Mapping[JobClass, int]) -> None:
         self._connection = connection
         self._signs = signs
-        self._fair = Fair(weights)
+        self._fair = Fair({str(name): weight for name, weight in weights.items()})
         self._lanes = tuple(weights)
         self.held: deque[SimulatedDelivery] = deque()
         self._changed = asyncio.Event()

@@ -18,8 +18,8 @@ from inferbus.workers.bus.connection.frames import publish_frame
 from inferbus.workers.bus.interface import Stored
 from inferbus.workers.bus.jetstream.layout import DEAD, JOBS, RESULTS
 from inferbus.workers.client.messages import parse_result
-from inferbus.workers.jobs.attempt import Work
 from inferbus.workers.jobs.quarantine import LAST_ATTEMPTS
+from inferbus.workers.jobs.runner import Work
 from tests.simulation.jobs import SHAPES, Cancel, Submission, request
 from tests.simulation.reader import Reader, agrees, told
 from tests.simulation.worker import HANDLED, Worker
@@ -195,9 +195,9 @@ class World:
 
     def began(self, worker: Worker, work: Work) -> None:
         """An attempt reached the engine."""
-        number, attempt = work.job.submission or 0, work.job.attempt
+        number, attempt = work.attempt.submission or 0, work.attempt.number
         job = self.submissions[number]
-        self.note(f"{worker.name} begins {number} attempt {attempt}, points {len(work.points)}")
+        self.note(f"{worker.name} begins {number} attempt {attempt}, points {len(work.resume_points)}")
         self.runs[number] += 1
         if number in self.repeats:
             self.wrong(f"{worker.name} begins {number}, which is {self.repeats[number]} handed in once more")
@@ -217,8 +217,8 @@ class World:
     def check_at_rest(self, worker: Worker) -> None:
         """Nothing may be left at a worker that has nothing to do."""
         left = {
-            "slots": worker.slots.busy,
-            "scopes": len(worker.attempts.scopes),
+            "slots": worker.admission.busy,
+            "scopes": len(worker.runner.scopes),
             "tasks": len(worker.tasks),
             "legs": worker.engine.running,
             "deliveries": len(worker.deliveries.open),

@@ -18,6 +18,7 @@ from tests.support.remote_engine import RemoteEngine
 
 FLAGS = ("--max-total-tokens", "8192", "--max-running-requests", "32", "--random-seed", "1")
 ROLES: dict[str, Role] = {"both": "both", "prefill": "prefill", "decode": "decode", "bare": "both"}
+OWN_FLAGS = {"both": ("--tool-call-parser", "qwen25"), "bare": ("--skip-tokenizer-init",)}
 
 KEPT = os.environ.get("INFERBUS_TEST_ENGINES")
 """A folder: they stay for the next test run, which finds them there; for work on the tests themselves."""
@@ -32,7 +33,7 @@ def start(folder: Path) -> dict[str, RemoteEngine]:
     """`both`, a pair of `prefill` and `decode`, and `bare`: one without a tokenizer. None is waited for."""
     folder = Path(KEPT) if KEPT else folder
     return {
-        name: RemoteEngine(role, folder / name, [*FLAGS, *(["--skip-tokenizer-init"] * (name == "bare"))])
+        name: RemoteEngine(role, folder / name, [*FLAGS, *OWN_FLAGS.get(name, ())])
         for name, role in ROLES.items()
     }
 

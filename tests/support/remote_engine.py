@@ -185,9 +185,13 @@ class RemotePrompt:
         """As the interface says."""
         return RemoteAnswer(self._engine, self._id)
 
+    def resumed(self, token_ids: list[int], text: str) -> RemotePrompt | None:
+        """As the interface says: a job of these tests starts anew."""
+        return None
+
 
 class RemoteAnswer:
-    """`Answer` that is formatted in the engine's process."""
+    """`AnswerFormatter` that is formatted in the engine's process."""
 
     def __init__(self, engine: RemoteEngine, prompt: int) -> None:
         self._engine = engine

@@ -34,7 +34,6 @@ def test_without_any_source_there_are_defaults() -> None:
     assert settings.bus == BusSettings()
     assert settings.streams == StreamSettings()
     assert settings.worker.classes == {"interactive": 4, "batch": 1}
-    assert settings.worker.heartbeat == 10
 
 
 def test_every_worker_has_an_id_of_its_own() -> None:
@@ -161,7 +160,7 @@ def test_every_setting_has_one_flag_one_variable_and_a_help_text() -> None:
 @pytest.mark.parametrize("option", options(), ids=lambda option: option.flag)
 def test_every_setting_can_be_given_in_each_way(option: Option, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    by_type = {int: "2", float: "2.5", str: "text", Path: str(tmp_path / "file")}
+    by_type = {bool: "true", int: "2", float: "2.5", str: "text", Path: str(tmp_path / "file")}
     text = {
         "nats_url": "nats://h:1",
         "reply_prefix": "a.",

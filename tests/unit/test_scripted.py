@@ -321,7 +321,7 @@ async def test_a_prefill_leg_is_done_without_a_token() -> None:
     (delta,) = await played(engine, leg("prefill"))
     assert delta.token_ids == []
     assert delta.finish is not None
-    assert delta.meta["cached_tokens"] == 4
+    assert delta.cached_tokens == 4
     assert engine.info.bootstrap == BOOTSTRAP
     assert engine.info.kinds == ()
 
@@ -386,6 +386,8 @@ async def test_content_parts_are_read_as_their_text() -> None:
         ("chat", {"tools": [{"type": "function"}]}, "tools"),
         ("chat", {"logprobs": True}, "logprobs"),
         ("completions", {"regex": "x"}, "regex"),
+        ("completions", {"logprobs": 0}, "logprobs"),
+        ("completions", {"logprobs": 1}, "logprobs"),
     ],
 )
 async def test_what_a_script_cannot_do_is_refused_and_never_passed_over(

@@ -9,7 +9,7 @@ import pytest
 from inferbus.schemas.errors import Cancelled, DeadlineExceeded, Draining
 from inferbus.schemas.subjects import JobKey
 from inferbus.workers.jobs.scope import Scope, Scopes
-from inferbus.workers.roles.slots import Slots
+from tests.support import admitting
 
 KEY = JobKey("acme", "j")
 
@@ -20,43 +20,53 @@ KEY = JobKey("acme", "j")
 async def test_jobs_leave_a_share_of_the_slots_to_live_requests(
     total: int, share: float, for_jobs: int
 ) -> None:
-    slots = Slots(total, live_share=share)
+    slots = admitting.slots(total, live_share=share)
     for _ in range(for_jobs):
-        await slots.take_job()
+        await slots.take_job("batch")
     assert slots.no_room.is_set()
-    assert sum(slots.take_live() for _ in range(total)) == total - for_jobs
+    assert sum(slots.take("live") is not None for _ in range(total)) == total - for_jobs
     assert slots.full
 
 
 async def test_a_waiting_job_gets_the_next_slot_that_is_freed() -> None:
-    slots = Slots(1, live_share=0)
-    assert slots.take_live()
-    waiting = asyncio.create_task(slots.take_job())
+    slots = admitting.slots(1, live_share=0)
+    permit = slots.take("live")
+    assert permit is not None
+    waiting = asyncio.create_task(slots.take_job("batch"))
     await asyncio.sleep(0)
     assert not waiting.done()
-    slots.free()
+    permit.close()
     await waiting
     assert slots.busy == 1
 
 
 async def test_a_cancelled_wait_takes_no_slot() -> None:
-    slots = Slots(1, live_share=0)
-    slots.take_live()
-    waiting = asyncio.create_task(slots.take_job())
+    slots = admitting.slots(1, live_share=0)
+    permit = slots.take("live")
+    assert permit is not None
+    waiting = asyncio.create_task(slots.take_job("batch"))
     await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.wait([waiting])
-    slots.free()
+    permit.close()
+    assert slots.busy == 0
+
+
+async def test_a_permit_is_given_back_once() -> None:
+    slots = admitting.slots(2, live_share=0)
+    with await slots.take_job("batch") as permit, await slots.take_job("batch"):
+        permit.close()
+        assert slots.busy == 1
     assert slots.busy == 0
 
 
 async def test_every_change_is_told() -> None:
     seen: list[int] = []
-    slots = Slots(2, live_share=0)
-    slots.changed = lambda: seen.append(slots.busy)
-    slots.take_live()
-    await slots.take_job()
-    slots.free()
+    slots = admitting.slots(2, live_share=0)
+    slots.on_change(lambda: seen.append(slots.busy))
+    slots.take("live")
+    with await slots.take_job("batch"):
+        pass
     assert seen == [1, 2, 1]
 
 

@@ -27,7 +27,7 @@ def workers(as_json: bool, **options: Any) -> int:
         if as_json:
             click.echo(codec.encode(announced).decode())
         elif announced:
-            columns = ("model", "role", "worker", "state", "busy", "kinds", "engine", "host")
+            columns = ("model", "role", "worker", "state", "busy", "queued", "kv", "kinds", "engine", "host")
             print_table(columns, map(_row, announced))
         else:
             click.echo("no worker is announced", err=True)
@@ -71,6 +71,12 @@ def _state(info: WorkerInfo) -> str:
     return f"{info.worker} {info.state}" + (f" ({info.reason})" if info.reason else "")
 
 
+def _kv_share(info: WorkerInfo) -> str:
+    """The share of the KV cache that the requests in the engine will need."""
+    tokens = info.capacity.kv_tokens if info.capacity else 0
+    return f"{info.load.kv_forecast / tokens:.0%}" if tokens else "-"
+
+
 def _row(info: WorkerInfo) -> tuple[object, ...]:
     return (
         info.model,
@@ -78,6 +84,8 @@ def _row(info: WorkerInfo) -> tuple[object, ...]:
         info.worker,
         info.state if not info.reason else f"{info.state}: {info.reason}",
         f"{info.load.busy}/{info.load.slots}",
+        info.load.queued,
+        _kv_share(info),
         " ".join(info.kinds),
         info.engine,
         info.host,

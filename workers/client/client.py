@@ -17,19 +17,20 @@ from collections.abc import AsyncIterator, Coroutine, Generator, Iterable, Mappi
 from types import TracebackType
 from typing import Any, Final, NamedTuple
 
-import msgspec
 import structlog
 from msgspec import UNSET, UnsetType
 
 from inferbus.schemas import codec, headers
 from inferbus.schemas.answers import TokenChunk
-from inferbus.schemas.errors import InferbusError, InvalidSubject
-from inferbus.schemas.fleet import BUCKET, WorkerInfo
+from inferbus.schemas.errors import CallerError, InferbusError, InvalidSubject
+from inferbus.schemas.fleet import WorkerInfo
 from inferbus.schemas.subjects import LIVE_OWNER, JobClass, Kind, escape
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.errors import NOT_FOUND, ApiError
+from inferbus.workers.bus.fleet.registry import entry_subject, parse_entry
 from inferbus.workers.bus.interface import Stored
 from inferbus.workers.bus.jetstream import layout
+from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.client.bulk import answers
 from inferbus.workers.client.durable import JobStream
 from inferbus.workers.client.jobs import JobHandle, publish_cancel, publish_job
@@ -258,8 +259,8 @@ class Client:
         subject = self.bus.subjects.job(model, job_class, self.owner, kind)
         fields = request_body(kind, body, streamed=None if stream else False)
         data = encode_body(fields, self.content_type)
-        sequence, duplicate = await publish_job(self.bus, subject, data, message_headers)
-        return JobHandle(id=job, owner=self.owner, submission=sequence, duplicate=duplicate)
+        ack = await publish_job(self.bus, subject, data, message_headers)
+        return JobHandle(id=job, owner=self.owner, submission=ack.sequence, duplicate=ack.duplicate)
 
     def stream(self, job: JobHandle | str, *, timeout: float | None = None) -> JobStream:
         """The answer to a job, from its beginning.
@@ -309,11 +310,13 @@ class Client:
         announced: dict[str, WorkerInfo] = {}
         for stored in await self._announcements():
             announced.pop(stored.subject, None)
-            if stored.data and "KV-Operation" not in stored.headers:
-                try:
-                    announced[stored.subject] = msgspec.json.decode(stored.data, type=WorkerInfo)
-                except msgspec.DecodeError:
-                    log.warning("client.worker_unreadable", key=stored.subject)
+            try:
+                info = parse_entry(stored)
+            except CallerError:
+                log.warning("client.worker_unreadable", key=stored.subject)
+                continue
+            if info is not None:
+                announced[stored.subject] = info
         return sorted(announced.values(), key=lambda info: (info.model, info.role, info.worker))
 
     async def models(self) -> list[str]:
@@ -340,7 +343,7 @@ class Client:
 
     async def _announcements(self) -> list[Stored]:
         try:
-            return await self.bus.read(layout.WORKERS, f"$KV.{BUCKET}.>")
+            return await JetStream(self.bus).read(layout.WORKERS, entry_subject())
         except ApiError as problem:
             if problem.status != NOT_FOUND:
                 raise

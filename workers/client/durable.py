@@ -15,11 +15,13 @@ from typing import Any
 import msgspec
 
 from inferbus.schemas.errors import BusUnavailable
-from inferbus.workers.bus.connection.bus import Bus, Subscription
+from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.connection.message import Callback, Message
+from inferbus.workers.bus.connection.subscription import Subscription
 from inferbus.workers.bus.errors import NOT_FOUND, ApiError, NotPermitted
 from inferbus.workers.bus.interface import Stored
 from inferbus.workers.bus.jetstream import layout
+from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.client.assembler import Event, Restarted
 from inferbus.workers.client.errors import TimedOut
 from inferbus.workers.client.jobs import JobHandle, publish_cancel
@@ -99,8 +101,7 @@ class JobStream(AnswerStream[Chunk | Restarted]):
         return [] if parsed is None else self._assembler.take(parsed)
 
     async def _read_stored(self, *, first: bool = False) -> list[Event]:
-        """Reads the stored chunks and the result; the pause before the next time doubles while nothing is
-        new."""
+        """Reads the stored chunks and the result; the pauses double while nothing is new."""
         events: list[Event] = []
         last_news = self._last_news
         try:
@@ -131,7 +132,7 @@ class JobStream(AnswerStream[Chunk | Restarted]):
 
     async def _stored_chunks(self) -> list[Stored]:
         try:
-            return await self._bus.read(layout.STREAM, self._chunks.subject)
+            return await JetStream(self._bus).read(layout.STREAM, self._chunks.subject)
         except ApiError as problem:
             if problem.status != NOT_FOUND:
                 raise

@@ -36,7 +36,7 @@ class LivenessProbe:
     def __init__(self, bus: Bus, job: str) -> None:
         self._bus = bus
         self._subject = bus.subjects.alive(LIVE_OWNER, job)
-        self._denied_prefix = f"publish {self._subject.rpartition('.')[0]}.".lower()
+        self._any_job = f"{self._subject.rpartition('.')[0]}.*"
         self._unanswered = 0
         self._inbox = bus.inbox(self._on_answer)
 
@@ -46,8 +46,8 @@ class LivenessProbe:
         Raises:
             WorkerLost: The last `MAX_UNANSWERED` questions were not answered.
         """
-        if any(key.startswith(self._denied_prefix) for key in self._bus.denied):
-            # The permission is for all live requests: one that was refused is refused for all.
+        if not self._bus.may_publish(self._any_job):
+            # A user who may not ask about one request may not ask about any.
             return
         if not self._bus.settled:
             # The connection is lost or just back: silence means nothing.

@@ -23,6 +23,7 @@ from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.errors import CONSUMER_NOT_FOUND, NOT_FOUND, ApiError
 from inferbus.workers.bus.interface import Stored
 from inferbus.workers.bus.jetstream import browse, layout
+from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.client.jobs import JobHandle, publish_cancel, publish_job
 from inferbus.workers.client.messages import parse_result, submission_of
 from inferbus.workers.client.records import (
@@ -127,17 +128,17 @@ class Operator:
             # Other programs may write letters: a replay must not publish to any subject of their choice.
             raise InvalidSubject(f"dead letter {sequence} does not say which job's subject it came from")
         message_headers = _as_submitted(stored, deadline=deadline)
-        submission, before = await publish_job(self._bus, subject, stored.data, message_headers)
+        ack = await publish_job(self._bus, subject, stored.data, message_headers)
         try:
             await self.discard(sequence)
         except BusUnavailable as error:
             raise BusUnavailable(
-                f"dead letter {sequence} was replayed as submission {submission} but not removed: "
+                f"dead letter {sequence} was replayed as submission {ack.sequence} but not removed: "
                 f"{error.message}"
             ) from error
         name = message_headers.get(headers.JOB_ID) or message_headers[headers.MSG_ID]
-        job = JobHandle(id=name, owner=address.owner, submission=submission)
-        return Replayed(letter=sequence, job=job, before=before)
+        job = JobHandle(id=name, owner=address.owner, submission=ack.sequence)
+        return Replayed(letter=sequence, job=job, before=ack.duplicate)
 
     async def discard(self, sequence: int) -> bool:
         """Removes a dead letter for good; returns whether it was stored."""
@@ -297,7 +298,7 @@ class Operator:
 
     async def _last(self, stream: str, subject: str) -> Stored | None:
         try:
-            return await self._bus.last(stream, subject)
+            return await JetStream(self._bus).last(stream, subject)
         except ApiError as error:
             if error.status != NOT_FOUND:
                 raise

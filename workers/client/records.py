@@ -13,7 +13,7 @@ from inferbus.schemas.errors import InvalidSubject
 from inferbus.schemas.headers import Status
 from inferbus.schemas.subjects import JobAddress, JobClass, Kind, Subjects, escape, unescape
 from inferbus.workers.bus.interface import Stored
-from inferbus.workers.bus.jetstream.client import moment
+from inferbus.workers.bus.jetstream.client import parse_time
 
 NO_END: Final = dt.timedelta(days=3650)
 """The length of a pause without an end: the server requires a moment."""
@@ -224,8 +224,7 @@ def job_address(subject: str, subjects: Subjects) -> JobAddress | None:
 
 
 def queue_address(filter: str, subjects: Subjects) -> JobAddress | None:
-    """Model and class of a consumer's jobs, with a meaningless owner and kind; None if it has no such
-    filter."""
+    """Model and class of a consumer's jobs; owner and kind mean nothing. None without such a filter."""
     base = filter.removesuffix(".*.*")
     return job_address(f"{base}.any.tokens", subjects) if base != filter else None
 
@@ -233,7 +232,7 @@ def queue_address(filter: str, subjects: Subjects) -> JobAddress | None:
 def paused_until(info: Mapping[str, Any]) -> dt.datetime | None:
     """The end of a consumer's pause, if it is paused."""
     until = info["config"].get("pause_until")
-    return moment(until) if until and info.get("paused") else None
+    return parse_time(until) if until and info.get("paused") else None
 
 
 def job_id(stored: Stored) -> str:

@@ -12,6 +12,7 @@ from typing import Final
 from inferbus.schemas.errors import BusUnavailable
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.jetstream import layout
+from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.client.errors import TimedOut
 from inferbus.workers.client.jobs import JobHandle
 from inferbus.workers.client.messages import Result, parse_result
@@ -34,7 +35,7 @@ class Results:
         Raises:
             BusUnavailable: The server did not answer.
         """
-        stored = await self._bus.last(layout.RESULTS, self._subject(job))
+        stored = await JetStream(self._bus).last(layout.RESULTS, self._subject(job))
         if stored is None or not job.matches(stored.headers):
             return None
         return parse_result(stored.data, stored.headers)

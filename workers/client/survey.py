@@ -13,7 +13,8 @@ from inferbus.workers.bus.durations import seconds
 from inferbus.workers.bus.errors import NOT_FOUND, ApiError
 from inferbus.workers.bus.jetstream import browse, layout
 from inferbus.workers.bus.jetstream.differences import differences
-from inferbus.workers.bus.jetstream.provision import job_consumers, provision
+from inferbus.workers.bus.jetstream.provision import provision
+from inferbus.workers.bus.queue.consumers import job_consumers
 from inferbus.workers.client.records import Queue, queue_address
 from inferbus.workers.config import Settings
 
@@ -87,7 +88,6 @@ async def adopt(bus: Bus, settings: Settings, states: Sequence[StreamState]) -> 
             queue.model,
             [queue.job_class],
             ack_wait=settings.worker.ack_wait,
-            max_deliver=layout.UNLIMITED,
             adopt=True,
         )
 
@@ -130,7 +130,6 @@ def _consumer(bus: Bus, stream: str, info: dict[str, Any], settings: Settings) -
         address.model,
         address.job_class,
         ack_wait=settings.worker.ack_wait,
-        max_deliver=layout.UNLIMITED,
     )
     return ConsumerState(
         stream=stream,

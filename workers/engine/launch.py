@@ -1,4 +1,4 @@
-"""Starts the engine that a worker was told to run."""
+"""Starts a worker's engine."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ async def launch(role: Role, settings: WorkerSettings, argv: Sequence[str], scri
 
     Args:
         role: Of the worker.
-        settings: Model name, bootstrap address, prefill timeout.
+        settings: Model name, bootstrap address, prefill timeout, trust.
         argv: SGLang's own flags.
         scripted: A script to replay instead; no SGLang is loaded then.
 
     Raises:
-        InferbusError: It cannot be started; the message says why in one line.
+        InferbusError: It cannot be started; the message is the reason in one line.
     """
     if scripted is not None:
         from inferbus.workers.engine.scripted import ScriptedEngine, load
@@ -35,4 +35,5 @@ async def launch(role: Role, settings: WorkerSettings, argv: Sequence[str], scri
         bootstrap_port=settings.bootstrap_port,
         advertise_host=settings.bootstrap_host,
         transfer_timeout=settings.prefill_timeout,
+        trust_grammars=settings.trust_grammars,
     )

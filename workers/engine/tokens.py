@@ -21,15 +21,21 @@ from inferbus.schemas.answers import (
     Usage,
 )
 from inferbus.schemas.errors import EngineFailed
-from inferbus.schemas.requests import TokenRequest
+from inferbus.schemas.requests import AnyRequest, TokenRequest
 from inferbus.workers.engine.interface import Delta
 
 LOWEST_LOGPROB: Final = -9999.0
 """Stands for the logarithm of 0, which JSON cannot write; as in OpenAI's API."""
 
 
+def asks_logprobs(request: AnyRequest) -> bool:
+    """Whether log probabilities are asked for; 0, of a completion, asks for those of its own tokens."""
+    logprobs: bool | int | None = request.logprobs
+    return logprobs is not None and logprobs is not False
+
+
 class TokensAnswer:
-    """`inferbus.workers.engine.interface.Answer` of the kind `tokens`; used once.
+    """`inferbus.workers.engine.interface.AnswerFormatter` of the kind `tokens`; used once.
 
     The chunks come with an empty `job`, attempt 0 and `seq` 0, for the role to set.
 
@@ -51,11 +57,10 @@ class TokensAnswer:
         self._open = choices
 
     async def chunks(self, deltas: AsyncIterable[Delta]) -> AsyncGenerator[TokenChunk, None]:
-        """One chunk a delta that says something; the last one of the request holds the usage.
+        """One chunk for each delta with tokens or a finish; the last one of the request holds the usage.
 
         Raises:
-            EngineFailed: The engine broke its word: a choice ended twice or never, or log
-                probabilities are missing.
+            EngineFailed: A choice ended twice or never, or log probabilities are missing.
         """
         warnings = self._warnings
         plain = not self._logprobs
@@ -99,8 +104,8 @@ class TokensAnswer:
         self._choices[index] = choice
         self._open -= 1
         if index == 0:
-            # A later choice finds the prompt that the first one cached: only the first one's count tells.
-            self._cached = delta.meta.get("cached_tokens")
+            # A later choice finds the prompt that the first one cached: only the first one's count is used.
+            self._cached = delta.cached_tokens
         chunk.finish_reason, chunk.matched = choice.finish_reason, choice.matched
         if not self._open:
             chunk.usage = self._usage()

@@ -73,6 +73,11 @@ class Picker:
             None if fitting else f"no prefill worker: {len(present)} ready, {others} with another signature"
         )
 
+    @property
+    def fitting(self) -> list[WorkerInfo]:
+        """The prefill workers that take hand-offs and whose engine fits."""
+        return self._present()[1]
+
     def _present(self) -> tuple[list[WorkerInfo], list[WorkerInfo]]:
         """The prefill workers that take hand-offs, and those of them that fit."""
         ready = [info for info in self._workers() if info.role == "prefill" and info.state == "ready"]

@@ -1,13 +1,15 @@
-"""The prefill program: takes hand-offs, computes a prompt's KV cache, lets SGLang send it, says so."""
+"""The prefill program: takes hand-offs, computes a prompt's KV cache, has SGLang send it, reports that."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from contextlib import aclosing
 
 import msgspec
 import structlog
+from structlog.contextvars import bind_contextvars
 
 from inferbus.schemas import codec, handoff
 from inferbus.schemas.errors import (
@@ -20,53 +22,53 @@ from inferbus.schemas.errors import (
     PrefillFailed,
 )
 from inferbus.schemas.subjects import LIVE_OWNER
+from inferbus.workers.admission import Admission, Permit, class_of
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.bus.fleet.services import Endpoint
 from inferbus.workers.engine.interface import Delta, Engine, Leg, Rendezvous
-from inferbus.workers.observe.metrics import Metrics
+from inferbus.workers.jobs.observer import Observer
+from inferbus.workers.jobs.settings import JobSettings
 from inferbus.workers.roles.program import finished_within
-from inferbus.workers.roles.slots import Slots
 
 log = structlog.get_logger()
 
 
-class Prefill:
+class PrefillProgram:
     """Serves hand-offs.
 
     Args:
         bus: Connected.
         engine: Of the role prefill.
-        slots: How many it takes at once.
-        worker: This worker's id.
-        replies: Prefixes of subjects that answers may go to.
-        metrics: Count what ends here.
+        admission: Bounds what it takes.
+        settings: Of this worker.
+        endpoints: What it serves: hand-offs to it.
+        observer: Told what ends here.
+
+    Attributes:
+        endpoints: See above.
     """
 
     def __init__(
         self,
         bus: Bus,
         engine: Engine,
-        slots: Slots,
+        admission: Admission,
+        settings: JobSettings,
+        endpoints: Sequence[Endpoint],
         *,
-        worker: str,
-        replies: tuple[str, ...],
-        metrics: Metrics | None = None,
+        observer: Observer | None = None,
     ) -> None:
+        self.endpoints = endpoints
         self._bus = bus
         self._engine = engine
-        self._slots = slots
-        self._worker = worker
-        self._replies = replies
-        self._metrics = metrics
+        self._admission = admission
+        self._worker = settings.worker
+        self._replies = settings.replies
+        self._observer = observer or Observer()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._aborted: set[str] = set()
         self._draining = False
-        subject = bus.subjects.prefill(engine.info.model, worker)
-        self.endpoints = (Endpoint("prefill", subject),)
-
-    def slots_changed(self) -> None:
-        """Nothing depends on it here: decode workers see the load in the registry, and a refusal at once."""
 
     async def start(self) -> None:
         """Begins to take hand-offs."""
@@ -87,11 +89,11 @@ class Prefill:
 
     def _received(self, message: Message) -> None:
         try:
-            order = msgspec.msgpack.decode(message.data, type=handoff.ToPrefill)
+            received = msgspec.msgpack.decode(message.data, type=handoff.ToPrefill)
         except msgspec.DecodeError:
             log.warning("handoff.unreadable")
             return
-        match order:
+        match received:
             case handoff.Abort(rid=rid):
                 self._abort(rid)
             case handoff.Prefill():
@@ -100,9 +102,9 @@ class Prefill:
                         message.reply, owner=LIVE_OWNER, prefixes=self._replies
                     )
                 except InvalidReplySubject:
-                    log.warning("handoff.unanswerable", job=order.job, decode=order.worker)
+                    log.warning("handoff.unanswerable", job=received.job, decode=received.worker)
                     return
-                self._take(order, reply)
+                self._take(received, reply)
 
     def _abort(self, rid: str) -> None:
         if rid in self._running:
@@ -111,54 +113,66 @@ class Prefill:
             self._running[rid].cancel()
 
     def _take(self, request: handoff.Prefill, reply: str) -> None:
-        refusal = self._refusal(request)
-        if refusal is not None:
+        admitted = self._admit(request)
+        if isinstance(admitted, InferbusError):
+            refusal = admitted
             self._answer(reply, handoff.Refused(worker=self._worker, error=refusal.body()))
             log.warning("handoff.refused", job=request.job, decode=request.worker, code=refusal.code)
-            if self._metrics is not None:
-                self._metrics.turned_away(refusal.code)
+            self._observer.turned_away(refusal.code)
             return
-        self._answer(reply, handoff.Accepted(worker=self._worker))
-        task = asyncio.create_task(self._run(request, reply))
+        task = asyncio.create_task(self._run(request, reply, admitted))
         self._running[request.rid] = task
         # Not in the task itself: one that is aborted before its first step never comes to its `finally`.
-        task.add_done_callback(lambda _: self._ended(request.rid))
+        task.add_done_callback(lambda _: self._ended(request.rid, admitted))
 
-    def _ended(self, rid: str) -> None:
+    def _ended(self, rid: str, permit: Permit) -> None:
         self._engine.abort(rid)
         self._aborted.discard(rid)
         self._running.pop(rid, None)
-        self._slots.free()
+        permit.close()
 
-    def _refusal(self, request: handoff.Prefill) -> InferbusError | None:
-        """Why this hand-off is not taken, or None: then a slot is held for it."""
+    def _admit(self, request: handoff.Prefill) -> Permit | InferbusError:
+        """A permit for this hand-off, or why it is not taken."""
         if self._draining:
             return Draining("this worker is shutting down")
         if request.signature != self._engine.info.signature:
             return NotSupported("the decode worker's engine does not fit this one")
         if request.rid in self._running:
             return PrefillFailed("this request id is running here already")
-        if not self._slots.take_live():
-            return Overloaded("all slots are busy")
-        return None
+        permit = self._admission.take(class_of(request.options.get("priority")))
+        return permit or Overloaded("all slots are busy")
 
-    async def _run(self, request: handoff.Prefill, reply: str) -> None:
+    async def _turn(self, request: handoff.Prefill, reply: str, permit: Permit) -> None:
+        """Waits until the engine has room for the prompt; nothing of it is held on either side until then."""
+        entering = asyncio.create_task(permit.enter(len(request.token_ids), 0))
+        try:
+            # It may be its turn at once.
+            await asyncio.wait((entering,), timeout=0)
+            while not entering.done():
+                self._answer(reply, handoff.Queued(worker=self._worker))
+                await asyncio.wait((entering,), timeout=handoff.QUEUED_EVERY)
+            await entering
+        finally:
+            entering.cancel()
+
+    async def _run(self, request: handoff.Prefill, reply: str, permit: Permit) -> None:
         started = time.monotonic()
+        bind_contextvars(job=request.job)
         answer: handoff.FromPrefill
         try:
+            await self._turn(request, reply, permit)
+            self._answer(reply, handoff.Accepted(worker=self._worker))
             async with asyncio.timeout(request.timeout):
                 last = await self._compute(request)
-            meta = last.meta if last is not None else {}
             answer = handoff.Done(
                 worker=self._worker,
-                cached_tokens=meta.get("cached_tokens") or 0,
+                cached_tokens=(last.cached_tokens or 0) if last is not None else 0,
                 seconds=time.monotonic() - started,
-                input_logprobs=meta.get("input_token_logprobs"),
                 transfer=last.transfer if last is not None else None,
             )
             log.info("handoff.done", **_facts(request, answer))
         except TimeoutError:
-            answer = self._failed(request, PrefillFailed("the decode engine never came for the cache"))
+            answer = self._failed(request, PrefillFailed("the decode engine never connected for the cache"))
         except InferbusError as problem:
             answer = self._failed(request, problem)
         except asyncio.CancelledError:
@@ -169,12 +183,9 @@ class Prefill:
             log.exception("handoff.defect", job=request.job)
             answer = self._failed(request, InternalError("inferbus failed; the worker's log says how"))
         code = answer.error.code if isinstance(answer, handoff.Failed) else None
-        seconds = time.monotonic() - started
-        self.endpoints[0].record(seconds, code)
+        transfer = answer.transfer if isinstance(answer, handoff.Done) else None
         self._answer(reply, answer)
-        if self._metrics is not None:
-            transfer = answer.transfer if isinstance(answer, handoff.Done) else None
-            self._metrics.handed_off(seconds, code, transfer)
+        self._observer.handed_off(time.monotonic() - started, code, transfer)
 
     async def _compute(self, request: handoff.Prefill) -> Delta | None:
         leg = Leg(
@@ -205,7 +216,7 @@ class Prefill:
 
 
 def _facts(request: handoff.Prefill, done: handoff.Done) -> dict[str, object]:
-    """What the log says of a hand-off that is done."""
+    """Fields of the log event of a hand-off that is done."""
     facts: dict[str, object] = {"job": request.job, "decode": request.worker, "seconds": done.seconds}
     if done.transfer is not None:
         facts |= {"transfer_seconds": done.transfer.seconds, "transfer_bytes": done.transfer.bytes}

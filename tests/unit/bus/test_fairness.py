@@ -1,4 +1,4 @@
-"""Weighted turns between classes of jobs (trial A11)."""
+"""Weighted turns between classes of jobs."""
 
 from __future__ import annotations
 

@@ -33,7 +33,6 @@ def test_a_message_with_headers() -> None:
 
 @given(st.text(max_size=40))
 def test_any_text_is_a_subject_of_printable_tokens_or_refused(text: str) -> None:
-    """Trials B7, B8."""
     try:
         raw = check_subject(text)
     except InvalidSubject:

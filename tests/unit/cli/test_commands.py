@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 import tomllib
@@ -24,7 +25,7 @@ from inferbus.schemas.errors import (
 )
 from inferbus.workers import roles
 from inferbus.workers.bus.errors import NotPermitted
-from inferbus.workers.cli import main, prerequisites
+from inferbus.workers.cli import main
 from inferbus.workers.cli.ask import parse_params
 from inferbus.workers.cli.main import inferbus
 from inferbus.workers.cli.running import (
@@ -170,8 +171,8 @@ def test_a_missing_package_is_one_line_that_names_its_extra(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    find = prerequisites.find_spec
-    monkeypatch.setattr(prerequisites, "find_spec", lambda name: None if name == module else find(name))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else find(name))
     assert main(command) == 1
     assert capsys.readouterr().err == f"inferbus: {module} not installed: pip install 'inferbus[{extra}]'\n"
 

@@ -161,7 +161,7 @@ def test_a_pause_says_when_it_ends() -> None:
 @pytest.mark.parametrize("model", ["m", "meta-llama/Llama-3.1-8B", "模型", "x" * 128])
 def test_a_queue_is_known_by_what_it_gives_out(model: str) -> None:
     subjects = Subjects("acme.llm")
-    config = job_consumer(subjects, model, "batch", ack_wait=30, max_deliver=-1)
+    config = job_consumer(subjects, model, "batch", ack_wait=30)
     found = queue_address(config["filter_subject"], subjects)
     assert isinstance(found, JobAddress)
     assert (found.model, found.job_class) == (model, "batch")

@@ -1,24 +1,22 @@
 """The guarded connection to NATS: everything that this process sends or receives goes through one `Bus`.
 
-Its guards, each against something that nats-py does (facts/nats.md §4 has the
-evidence): sizes and subjects are checked before a publish, one task writes,
-callbacks never raise, reconnecting never ends, a watchdog notices a dead read
-loop, leaving a subscription loses nothing, and every wait has a limit.
+Each guard is against something that nats-py does; the module named has the reason. Sizes and subjects are
+checked before a publish (`frames`), one task writes (`writer`), callbacks never raise and unsubscribing loses
+no message (`subscription`), reconnecting never ends (`dial`), a watchdog notices a dead read loop
+(`watchdog`), and every wait has a limit.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Final
 
 import nats.errors
 import structlog
-from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 
 from inferbus.schemas.errors import BusUnavailable
@@ -27,19 +25,16 @@ from inferbus.workers.bus.connection import natspy
 from inferbus.workers.bus.connection.dial import Events, dial
 from inferbus.workers.bus.connection.frames import check_filter
 from inferbus.workers.bus.connection.inbox import Inbox, Inboxes
-from inferbus.workers.bus.connection.message import NO_HEADERS, NO_RESPONDERS, Callback, Message
+from inferbus.workers.bus.connection.message import NO_RESPONDERS, Callback, Message
+from inferbus.workers.bus.connection.permissions import Permissions, parse_refusal
+from inferbus.workers.bus.connection.requests import Requests
+from inferbus.workers.bus.connection.subscription import Subscription, Subscriptions
 from inferbus.workers.bus.connection.watchdog import INTERVAL, Watchdog
 from inferbus.workers.bus.connection.writer import Writer
 from inferbus.workers.bus.errors import NoResponders, NotPermitted
-from inferbus.workers.bus.interface import Stored
-from inferbus.workers.bus.jetstream import client as jetstream
 from inferbus.workers.config import BusSettings
 
 log = structlog.get_logger()
-
-LINGER: Final = 1.0
-"""Seconds for which a subscription that was ended still takes messages. A server that found a listener sends
-to it whoever unsubscribes meanwhile, so that a message may come even after the PONG behind the last one."""
 
 SETTLING: Final = 10.0
 """Seconds after a reconnection for which errors may still be due to what was before it."""
@@ -47,52 +42,17 @@ SETTLING: Final = 10.0
 TIMEOUT: Final = 5.0
 """Seconds that the server may take to answer."""
 
-_DENIED: Final = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
-"""nats-py gives the server's text in lower case."""
-
-
-class Subscription:
-    """Interest in a subject.
-
-    Attributes:
-        subject: What was subscribed to.
-        queue: The queue group, or empty.
-    """
-
-    def __init__(self, bus: Bus, subject: str, queue: str, callback: Callback) -> None:
-        self._bus = bus
-        self._callback = callback
-        self._sub: Any = None
-        self.subject = subject
-        self.queue = queue
-
-    async def unsubscribe(self) -> None:
-        """Ends it. What the server had sent by then reaches the callback before this returns, and what comes
-        late, within the next second, as well.
-        """
-        sub, self._sub = self._sub, None
-        if sub is not None:
-            await self._bus._leave(sub)
-
-    async def _on_message(self, raw: Msg) -> None:
-        message = Message(raw.subject, raw.data, raw.headers or NO_HEADERS, raw.reply)
-        try:
-            self._callback(message)
-        except Exception:  # supervision point: callbacks given to nats-py
-            self._bus.callback_errors += 1
-            log.exception("bus.callback_failed", subject=self.subject)
-
 
 class Bus:
-    """One connection; implements `Broker`.
+    """One connection.
 
     Attributes:
         subjects: The subjects under the configured prefix.
         closed: Set when the connection is gone for good, by `close` or by a fault.
         failure: Why, where it was a fault.
         callback_errors: Exceptions from callbacks, all logged.
-        errors: Errors that nats-py told of, all logged.
-        denied: Subjects that the server refused.
+        errors: Errors that nats-py reported, all logged.
+        watchdog: Checks that the connection is alive.
     """
 
     def __init__(self, settings: BusSettings) -> None:
@@ -102,18 +62,18 @@ class Bus:
         self.failure: str | None = None
         self.callback_errors = 0
         self.errors = 0
-        self.denied: set[str] = set()
+        self._permissions = Permissions()
         self._inboxes = Inboxes(settings.inbox_prefix)
-        self._waiting: dict[str, set[asyncio.Future[Message]]] = {}
+        self._requests = Requests(self._inboxes)
         self._listeners: list[Callable[[bool], None]] = []
         self._connected = asyncio.Event()
         self._since = 0.0
-        self._told: set[str] = set()
-        self._lingering: dict[Any, asyncio.TimerHandle] = {}
+        self._logged_errors: set[str] = set()
         self._closing = False
         self._supervision: asyncio.Task[None] | None = None
         self._client: natspy.GuardedClient
         self._writer: Writer
+        self._subscriptions: Subscriptions
         self.watchdog: Watchdog
 
     @classmethod
@@ -138,6 +98,12 @@ class Bus:
         bus._client = await dial(settings, name=name, events=events)
         bus._writer = Writer(bus._client)
         bus._writer.start()
+        bus._subscriptions = Subscriptions(
+            bus._client,
+            connected=bus._connected.is_set,
+            flush=bus.flush,
+            failed=bus._callback_failed,
+        )
         bus._set_connected(True)
         bus.watchdog = Watchdog(bus._client, bus._fail, interval=watchdog)
         bus._supervision = asyncio.create_task(bus.watchdog.run(), name="bus-watchdog")
@@ -166,9 +132,9 @@ class Bus:
 
     @property
     def settled(self) -> bool:
-        """Whether an error says something of the server, rather than of a connection that comes and goes.
+        """Whether an error is the server's, rather than due to a connection that was lost or is new.
 
-        What was asked just before the connection was lost is never answered, and a server that has just
+        A request sent just before the connection was lost is never answered, and a server that has just
         started may have no JetStream yet.
         """
         return self.connected and (self.reconnects == 0 or time.monotonic() - self._since > SETTLING)
@@ -185,8 +151,16 @@ class Bus:
 
     @property
     def reconnects(self) -> int:
-        """How often the connection was made anew."""
+        """How often the connection was made again."""
         return int(self._client.stats["reconnects"])
+
+    def may_publish(self, subject: str) -> bool:
+        """Whether the server has refused no publish to a subject, or, with wildcards, to any that it matches.
+
+        NATS reports a refusal on the connection, some time after the publish. Case is ignored, as nats-py
+        gives the server's text in lower case.
+        """
+        return self._permissions.may_publish(subject)
 
     def on_change(self, listener: Callable[[bool], None]) -> Callable[[], None]:
         """Calls `listener` with True or False when the server comes or goes; returns what ends that."""
@@ -234,37 +208,36 @@ class Bus:
             NotPermitted: Naming the subject.
             InvalidSubject: Not a subject that can be subscribed to.
         """
-        subscription = Subscription(self, check_filter(subject), queue, callback)
-        try:
-            subscription._sub = await self._client.subscribe(
-                subject, queue=queue, cb=subscription._on_message, pending_bytes_limit=0
-            )
-        except nats.errors.Error as error:
-            raise BusUnavailable(f"cannot subscribe to {subject}: {error}") from error
-        self.denied.discard(_key("subscription", subject))
+        subscription = await self._subscriptions.open(check_filter(subject), queue, callback)
+        self._permissions.allow_subscription(subject)
         try:
             if self.connected:
                 await self.flush()
         except BusUnavailable:
             # A connection that was lost meanwhile comes back with all of its subscriptions.
             if self.settled or self.closed.is_set():
-                natspy.forget_subscription(self._client, subscription._sub)
+                subscription.forget()
                 raise
-        if _key("subscription", subject) in self.denied:
+        if not self._permissions.may_subscribe(subject):
             await subscription.unsubscribe()
             raise NotPermitted(f"not permitted to subscribe to {subject}")
         return subscription
 
     def private_subject(self) -> str:
-        """The first part of subjects that only this process uses, for subscriptions of one's own."""
+        """A prefix of subjects that only this process uses."""
         return f"{self._inboxes.prefix}.{secrets.token_hex(11)}"
 
     def inbox(self, callback: Callback) -> Inbox:
-        """A reply subject of one's own for any number of answers; close it when done."""
+        """A new reply subject for any number of answers; close it when done."""
         return self._inboxes.open(callback)
 
+    @property
+    def open_inboxes(self) -> int:
+        """Inboxes that are not closed."""
+        return len(self._inboxes)
+
     def probe_inbox(self, callback: Callable[[str], None]) -> Inbox:
-        """A reply subject that tells when a message found nobody.
+        """A reply subject that reports messages without a subscriber.
 
         A message sent with it as its reply comes back as status 503 when nobody listens on its subject;
         `callback` gets that subject. With somebody there, nothing comes back.
@@ -290,52 +263,19 @@ class Bus:
             NotPermitted: Naming the subject.
             BusUnavailable: No answer in time.
         """
-        answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-
-        def on_message(message: Message) -> None:
-            if not answer.done():
-                answer.set_result(message)
-
-        key = _key("publish", subject)
-        self._waiting.setdefault(key, set()).add(answer)
-        inbox = self._inboxes.open(on_message)
-        try:
-            async with asyncio.timeout(timeout):
-                # Nothing is queued while NATS is away: it would be sent long after its sender gave up.
-                await self._connected.wait()
-                self.send(subject, data, headers, reply=inbox.subject)
-                message = await answer
-        except TimeoutError:
-            away = "" if self.connected else ": NATS is away"
-            raise BusUnavailable(f"no answer on {subject} within {timeout:g} s{away}") from None
-        finally:
-            inbox.close()
-            self._waiting[key].discard(answer)
-            if not self._waiting[key]:
-                del self._waiting[key]
+        with self._requests.open(subject) as (reply, answer):
+            try:
+                async with asyncio.timeout(timeout):
+                    # Nothing is queued while NATS is away: it would be sent after the timeout.
+                    await self._connected.wait()
+                    self.send(subject, data, headers, reply=reply)
+                    message = await answer
+            except TimeoutError:
+                away = "" if self.connected else ": NATS is away"
+                raise BusUnavailable(f"no answer on {subject} within {timeout:g} s{away}") from None
         if message.status == NO_RESPONDERS:
             raise NoResponders(f"nobody listens on {subject}")
         return message
-
-    async def store(
-        self,
-        subject: str,
-        data: bytes,
-        headers: Mapping[str, str] | None = None,
-        *,
-        expect: int | None = None,
-        timeout: float = TIMEOUT,
-    ) -> int | None:
-        """See `Broker.store`."""
-        return await jetstream.store(self, subject, data, headers, expect=expect, timeout=timeout)
-
-    async def last(self, stream: str, subject: str) -> Stored | None:
-        """See `Broker.last`."""
-        return await jetstream.last(self, stream, subject)
-
-    async def read(self, stream: str, subject: str) -> list[Stored]:
-        """See `Broker.read`."""
-        return await jetstream.read(self, stream, subject)
 
     async def close(self, timeout: float = 2.0) -> None:
         """Sends what is queued, as far as that is possible in time, and closes."""
@@ -383,72 +323,39 @@ class Bus:
             try:
                 listener(connected)
             except Exception:  # supervision point: callbacks given to nats-py
-                self.callback_errors += 1
+                self._callback_failed()
                 log.exception("bus.callback_failed", subject="connection")
 
-    async def _leave(self, sub: Any) -> None:
-        """Unsubscribes while connected, then waits a while; else forgets it, so that it is not made anew."""
-        lingers, before = False, self.reconnects
-        try:
-            if self.connected:
-                async with asyncio.timeout(TIMEOUT):
-                    lingers = await natspy.end_interest(self._client, sub, self.flush)
-                    if not lingers:
-                        await sub.drain()
-                    elif self.reconnects != before:
-                        # It was made anew meanwhile, and nobody would end it.
-                        lingers = False
-                        await sub.unsubscribe()
-            else:
-                await sub.unsubscribe()
-        except (BusUnavailable, TimeoutError, nats.errors.Error, OSError) as error:
-            log.debug("bus.unsubscribe_failed", subject=sub.subject, error=str(error))
-        finally:
-            if lingers and self.connected:
-                self._lingering[sub] = asyncio.get_running_loop().call_later(LINGER, self._forget, sub)
-            else:
-                natspy.forget_subscription(self._client, sub)
-
-    def _forget(self, sub: Any) -> None:
-        self._lingering.pop(sub).cancel()
-        natspy.forget_subscription(self._client, sub)
+    def _callback_failed(self) -> None:
+        self.callback_errors += 1
 
     async def _on_error(self, error: Exception) -> None:
-        # Must not raise: an exception from here ends nats-py's read loop (facts 4.2).
+        # Must not raise: nats-py awaits this in its read loop, which an exception would end.
         self.errors += 1
-        found = _DENIED.search(str(error))
-        if found is None:
+        refusal = parse_refusal(str(error))
+        if refusal is None:
             text = str(error) or type(error).__name__
-            # While NATS is away every try fails; each reason is told once.
-            tell = log.warning if self.connected or text not in self._told else log.debug
-            self._told.add(text)
-            tell("bus.error", error=text, kind=type(error).__name__)
+            # While NATS is away every try to reconnect fails; each reason is logged once.
+            new = self.connected or text not in self._logged_errors
+            self._logged_errors.add(text)
+            (log.warning if new else log.debug)("bus.error", error=text, kind=type(error).__name__)
             return
-        key = _key(found[1], found[2])
-        if key not in self.denied and len(self.denied) < 1024:
-            self.denied.add(key)
-            log.error("bus.not_permitted", action=found[1], subject=found[2])
-        for waiting in self._waiting.get(key, ()):
-            if not waiting.done():
-                waiting.set_exception(NotPermitted(f"not permitted to publish to {found[2]}"))
+        if self._permissions.add(refusal):
+            log.error("bus.not_permitted", action=refusal.action, subject=refusal.subject)
+        if refusal.action == "publish":
+            self._requests.refuse(refusal.subject)
 
     async def _on_disconnected(self) -> None:
         if not self._closing:
             log.warning("bus.disconnected", error=str(self._client.last_error or ""))
         self._set_connected(False)
-        for sub in list(self._lingering):
-            # Or it would be made anew, with nobody to end it.
-            self._forget(sub)
+        self._subscriptions.disconnected()
 
     async def _on_reconnected(self) -> None:
-        self.denied.clear()
-        self._told.clear()
+        self._permissions.clear()
+        self._logged_errors.clear()
         log.info("bus.reconnected", times=self.reconnects)
         self._set_connected(True)
 
     async def _on_closed(self) -> None:
         await self._fail(str(self._client.last_error or "the client closed the connection"))
-
-
-def _key(action: str, subject: str) -> str:
-    return f"{action.lower()} {subject.lower()}"

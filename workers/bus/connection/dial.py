@@ -1,4 +1,4 @@
-"""Opening a connection: nats-py's options from ours, and one clear line when it cannot be had."""
+"""Opening a connection: nats-py's options from ours, and one line that says why it failed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from inferbus.workers.config import BusSettings, hide_userinfo
 
 RECONNECT_FIRST: Final = 0.1
 RECONNECT_LAST: Final = 2.0
-"""Seconds between tries, before jitter: short enough to work again 5 s after a restart (trial A14)."""
+"""Seconds between tries, before jitter: short, so that work goes on soon after a restart of the server."""
 
 PENDING: Final = 2 * 1024 * 1024
 """Bytes in nats-py's own buffer at which the writer waits."""
@@ -54,7 +54,7 @@ async def dial(settings: BusSettings, *, name: str, events: Events) -> natspy.Gu
 
         return event
 
-    # Left to itself, nats-py tries for ever; that is for later, not for the first time.
+    # nats-py retries for ever, which is wanted for reconnections only.
     connecting = asyncio.create_task(
         client.connect(**_options(settings, name), **{name: once_connected(name) for name in events})
     )
@@ -67,7 +67,7 @@ async def dial(settings: BusSettings, *, name: str, events: Events) -> natspy.Gu
         elif (raised := connecting.exception()) is not None:
             failure = raised
         elif not client.is_connected:
-            # nats-py takes the end of the connection for an answer to its CONNECT.
+            # nats-py takes the end of the connection for the answer to its CONNECT.
             failure = ConnectionResetError("the server closed the connection")
         else:
             await _check(client, settings)
@@ -86,18 +86,18 @@ async def dial(settings: BusSettings, *, name: str, events: Events) -> natspy.Gu
 
 
 async def _check(client: natspy.GuardedClient, settings: BusSettings) -> None:
-    """Whether server and connection are what was asked for; closes the connection otherwise."""
-    version = client.connected_server_version
-    found = (version.major, version.minor)
-    if found < MINIMUM_VERSION:
+    """Checks the server's version and the connection's encryption; closes where they are wrong."""
+    server = client.connected_server_version
+    version = (server.major, server.minor)
+    if version < MINIMUM_VERSION:
         await client.close()
         need = ".".join(map(str, MINIMUM_VERSION))
         raise BusUnavailable(
-            f"the NATS server is version {found[0]}.{found[1]}; inferbus needs {need} or later"
+            f"the NATS server is version {version[0]}.{version[1]}; inferbus needs {need} or later"
         )
     wants_tls = _context(settings) is not None or any(url.startswith("tls://") for url in settings.urls)
     if wants_tls and natspy.is_encrypted(client) is False:
-        # nats-py goes on in plain text when the server does not ask for TLS.
+        # nats-py uses plain text where the server does not require TLS.
         await client.close()
         raise BusUnavailable(f"TLS is asked for, but {_where(settings)} does not offer it")
 
@@ -106,10 +106,10 @@ async def _give_up(client: natspy.GuardedClient, connecting: asyncio.Task[None])
     for _ in range(20):
         if connecting.done():
             break
-        # More than once: nats-py swallows a cancellation that comes at the wrong moment (facts 4.1).
+        # More than once: nats-py catches CancelledError while it connects and writes, and may go on.
         connecting.cancel()
         await asyncio.wait({connecting}, timeout=0.1)
-    # Whatever it says of a connection that was never made is of no interest.
+    # Errors of a connection that was never made are ignored.
     closing = asyncio.create_task(client.close())
     await asyncio.wait({closing}, timeout=1)
     for task in (connecting, closing):
@@ -143,7 +143,7 @@ def _options(settings: BusSettings, name: str) -> dict[str, Any]:
 
 
 def _next_server(servers: list[Server], _info: dict[str, Any]) -> tuple[Server | None, float]:
-    """The server tried least, after a pause that grows and is never the same for two workers."""
+    """The server tried least often, after a pause that grows, with jitter."""
     if not servers:
         return None, RECONNECT_LAST
     server = min(servers, key=lambda each: each.reconnects)

@@ -1,7 +1,7 @@
-"""One wildcard subscription for all answers: the last token of the subject says whose it is.
+"""One wildcard subscription for all answers: the last token of the subject names the inbox.
 
-Cheaper than a subscription per request, and there before the first one is
-needed, so that no answer comes before its inbox.
+It is cheaper than a subscription for each request, and made before the first
+request, so that no answer is missed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ class Inbox:
 
 
 class Inboxes:
-    """Hands messages under one subject to whoever opened their token."""
+    """The inboxes of one connection.
+
+    Attributes:
+        late: Messages for closed inboxes.
+    """
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
@@ -54,7 +58,7 @@ class Inboxes:
         self._callbacks.pop(token, None)
 
     def dispatch(self, message: Message) -> None:
-        """Gives a message to its inbox; counts those that come too late."""
+        """Gives a message to its inbox; counts those for closed ones."""
         callback = self._callbacks.get(message.subject[len(self.base) + 1 :])
         if callback is None:
             self.late += 1

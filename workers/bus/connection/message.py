@@ -1,4 +1,4 @@
-"""What arrives from NATS, without a type of nats-py in it."""
+"""A message from NATS, without a type of nats-py in it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Notices a connection that only says it is one.
+"""Detects a connection that is dead although nats-py reports it as connected.
 
-nats-py's read loop ends without a word on an unexpected exception: the client
-stays "connected" and nothing arrives any more (facts 4.2, trial B4). So the
-server is asked for a sign of life at intervals. Without one the connection is
-made anew; where that is not possible either, the bus is declared closed, and
-the process can end with an error and be started again.
+An unexpected exception ends nats-py's read loop unreported: the client stays
+"connected" and receives nothing. So the server is pinged at intervals. Without
+an answer the connection is made again; where that fails, the bus is closed, so
+that the process can end with an error and be restarted.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from inferbus.workers.bus.connection import natspy
 log = structlog.get_logger()
 
 INTERVAL: Final = 5.0
-"""Seconds between questions, and for an answer."""
+"""Seconds between pings, and for an answer."""
 
 
 class Watchdog:
-    """Asks at intervals; `give_up` is called with a reason when nothing helps."""
+    """Pings at intervals; calls `give_up` with a reason when the connection cannot be made again."""
 
     def __init__(
         self,
@@ -46,7 +45,7 @@ class Watchdog:
             if natspy.reconnecting_died(self._client):
                 await self._give_up("the client stopped reconnecting")
                 return
-            # Twice, since one answer may be late because this process had no time to read it.
+            # Twice: one answer may be late because this process was busy.
             if self._client.is_connected and not (await self._alive() or await self._alive()):
                 await self._renew()
 
@@ -59,7 +58,7 @@ class Watchdog:
         except nats.errors.ConnectionClosedError:
             return True
         except (TimeoutError, nats.errors.Error, OSError):
-            # Where the connection was lost meanwhile, the client knows by itself.
+            # A connection that was lost meanwhile is known to the client.
             return not self._client.is_connected
         return True
 
@@ -68,7 +67,7 @@ class Watchdog:
         log.error("bus.unresponsive", interval=self._interval)
         before = self._client.stats["reconnects"]
         await self._client.force_reconnect()
-        # The old socket is closed in good order first, which a stopped peer never lets happen.
+        # nats-py closes the old socket gracefully first, which never ends with a stopped peer.
         await asyncio.sleep(min(1.0, self._interval))
         if self._client.is_reconnecting and self._client.stats["reconnects"] == before:
             natspy.abort_socket(self._client)

@@ -1,10 +1,10 @@
 """The one task that writes to NATS.
 
-nats-py swallows `CancelledError` inside `publish`: cancelling a task that is
-busy publishing did nothing in 40 of 40 trials (facts 4.1, trial B3). So nobody
-but this task ever waits inside nats-py's publishing, and this task is never
-cancelled; everybody else appends to a queue. The queue also makes one write of
-all that was sent within one turn of the event loop.
+nats-py catches `CancelledError` inside `publish`: cancelling a task that is busy
+publishing had no effect in 40 of 40 trials. So only this task waits inside
+nats-py's publishing, and it is never cancelled; all others append to a queue.
+The queue also makes one write of everything sent within one turn of the event
+loop.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LIMIT: Final = 64 * 1024 * 1024
 """Bytes queued beyond which messages are dropped and counted: NATS is away, and callers do not wait."""
 
 BATCH: Final = 256 * 1024
-"""Bytes handed over in one step; small, so that a lost connection takes little with it."""
+"""Bytes handed over in one step; small, since a lost connection loses them."""
 
 
 class Writer:
@@ -77,7 +77,7 @@ class Writer:
         self._task = asyncio.create_task(self._run(), name="bus-writer")
 
     def set_connected(self, connected: bool) -> None:
-        """While not, nothing is handed to the client, whose own buffer is small and may be lost."""
+        """While not connected, nothing is handed to the client, whose own buffer is small and may be lost."""
         if not connected:
             self._connected.clear()
             return
@@ -120,13 +120,13 @@ class Writer:
         return barrier
 
     async def close(self, timeout: float) -> None:
-        """Ends the task, after the queue is empty or `timeout` has passed. It is not cancelled; see above."""
+        """Ends the task when the queue is empty or after `timeout`. It is not cancelled; see the module."""
         if self._task is None:
             return
         self._closing = True
         self._rouse()
         await asyncio.wait({self._task}, timeout=timeout)
-        # Not connected, and not going to be: whatever waits must not wait for ever.
+        # It will not be connected again: the task and all that wait for it must end.
         self._frames.clear()
         self._arguments.clear()
         self._connected.set()
@@ -142,7 +142,7 @@ class Writer:
         self.dropped += count
 
     def _adapt(self, max_payload: int) -> None:
-        """To another server's limit: one message over it would cost the connection."""
+        """Drops queued messages over another server's limit: one of them would cost the connection."""
         self.max_payload = max_payload
         kept = [payload_size(frame) <= max_payload for frame in self._frames]
         if all(kept):
@@ -157,7 +157,7 @@ class Writer:
         while True:
             if self._barriers and self._barriers[0][0] <= self._taken:
                 await self._pass()
-                # There may be another one by now, and the event that told of it is cleared below.
+                # There may be another one by now, whose event is cleared below.
                 continue
             if not self._frames:
                 if self._closing:
@@ -168,7 +168,7 @@ class Writer:
                 self._asleep = False
                 continue
             if not self._client.is_connected and not self._client.is_closed:
-                # The client tells of a lost connection only once its socket is closed.
+                # The client reports a lost connection only once its socket is closed.
                 self._connected.clear()
             if not self._connected.is_set():
                 await self._connected.wait()
@@ -192,7 +192,7 @@ class Writer:
         return (frames[0] if len(frames) == 1 else b"".join(frames)), len(frames)
 
     async def _pass(self) -> None:
-        """Tells those who wait for what is written; here, since only this task waits inside nats-py."""
+        """Completes barriers; here, since only this task waits inside nats-py."""
         reached = []
         while self._barriers and self._barriers[0][0] <= self._taken:
             reached.append(self._barriers.popleft()[1])
@@ -213,7 +213,7 @@ class Writer:
                 subject, data, headers, reply = self._arguments.popleft()
                 await self._client.publish(subject, data, reply=reply, headers=headers)
         except nats.errors.Error as error:
-            # Closed for good; the bus tells. What is lost here was to be delivered at most once.
+            # Closed for good, which the bus reports. `send` promises delivery at most once.
             log.warning("bus.write_failed", error=str(error))
-        except Exception:  # supervision point: without this task nothing gets out any more
+        except Exception:  # supervision point: without this task nothing is sent any more
             log.exception("bus.write_failed")

@@ -1,9 +1,9 @@
-"""Who is here: every worker announces itself in a key-value bucket, and sees the others there.
+"""The registry of workers: each announces itself in a key-value bucket, and sees the others there.
 
-The bucket (ADR-8) forgets a worker that stays silent. Changes arrive as plain
-messages on the bucket's subjects; what was there before, and what a lost
-connection swallowed, is read anew. No ordered consumer is needed for that, and
-none has to be repaired after a restart of the server.
+Entries of the bucket (ADR-8) expire. Changes arrive as plain messages on the
+bucket's subjects; entries from before, and those missed while the connection
+was lost, are read from the stream. That needs no ordered consumer, which would
+have to be made again after a restart of the server.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Final
 import msgspec
 import structlog
 
-from inferbus.schemas import fleet
-from inferbus.schemas.errors import BusUnavailable
+from inferbus.schemas import codec, fleet
+from inferbus.schemas.errors import BusUnavailable, CallerError
 from inferbus.schemas.fleet import Load, Role, State, WorkerInfo
 from inferbus.schemas.subjects import escape
-from inferbus.workers.bus.connection.bus import Bus, Subscription
+from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.connection.message import Message
+from inferbus.workers.bus.connection.subscription import Subscription
+from inferbus.workers.bus.interface import Stored
 from inferbus.workers.bus.jetstream import layout
+from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.config import WorkerSettings
 
 log = structlog.get_logger()
 
 OPERATION: Final = "KV-Operation"
 DELETE: Final = "DEL"
-
-_decoder: Final = msgspec.json.Decoder(WorkerInfo)
-_encoder: Final = msgspec.json.Encoder()
 
 Changed = Callable[[], None]
 
@@ -42,8 +42,20 @@ def key(info: WorkerInfo) -> str:
     return f"{escape(info.model)}.{escape(info.worker)}"
 
 
-def _subject(name: str) -> str:
+def entry_subject(name: str = ">") -> str:
+    """The subject of an entry of the bucket by its key, which may hold wildcards."""
     return f"$KV.{fleet.BUCKET}.{name}"
+
+
+def parse_entry(entry: Stored | Message) -> WorkerInfo | None:
+    """The worker of an entry of the bucket; None where the entry was deleted.
+
+    Raises:
+        CallerError: Not an announcement, or one of an incompatible version.
+    """
+    if not entry.data or OPERATION in entry.headers:
+        return None
+    return codec.decode(entry.data, WorkerInfo)
 
 
 class Roster:
@@ -52,7 +64,7 @@ class Roster:
     Args:
         bus: The connection.
         model: Only workers of this model.
-        ttl: Seconds after which a silent worker is dropped, should nobody tell.
+        ttl: Seconds after its last announcement after which a worker is dropped.
         clock: Monotonic seconds.
     """
 
@@ -65,19 +77,19 @@ class Roster:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bus = bus
-        self._filter = _subject(f"{escape(model)}.*" if model is not None else "*.*")
+        self._filter = entry_subject(f"{escape(model)}.*" if model is not None else "*.*")
         self._ttl = ttl
         self._clock = clock
         self._entries: dict[str, tuple[WorkerInfo, float]] = {}
         self._listeners: list[Changed] = []
-        self._news = asyncio.Event()
+        self._updated = asyncio.Event()
         self._stale = asyncio.Event()
         self._subscription: Subscription | None = None
         self._forget: Callable[[], None] | None = None
         self._task: asyncio.Task[None] | None = None
 
     def workers(self, *, role: Role | None = None) -> list[WorkerInfo]:
-        """Who is here, in a stable order."""
+        """The workers that are announced, in a stable order."""
         fresh = self._clock() - self._ttl
         return [
             info
@@ -98,19 +110,19 @@ class Roster:
             TimeoutError: Not in time.
         """
         async with asyncio.timeout(timeout):
-            while not predicate(found := self.workers()):
-                self._news.clear()
-                await self._news.wait()
-        return found
+            while not predicate(workers := self.workers()):
+                self._updated.clear()
+                await self._updated.wait()
+        return workers
 
     def drop(self, info: WorkerInfo) -> None:
-        """Takes a worker for gone until it announces itself again: nobody is where it should be."""
-        if self._entries.pop(_subject(key(info)), None) is not None:
+        """Leaves a worker out until it announces itself again: it does not answer."""
+        if self._entries.pop(entry_subject(key(info)), None) is not None:
             log.info("registry.dropped", worker=info.worker, role=info.role)
-            self._tell()
+            self._notify()
 
     async def __aenter__(self) -> Roster:
-        self._subscription = await self._bus.subscribe(self._filter, self._arrived)
+        self._subscription = await self._bus.subscribe(self._filter, self._apply)
         self._forget = self._bus.on_change(lambda connected: self._stale.set() if connected else None)
         await self._read()
         self._task = asyncio.create_task(self._run(), name="registry-watch")
@@ -138,32 +150,29 @@ class Roster:
             try:
                 await self._read()
             except BusUnavailable as error:
-                # Announcements go on arriving; those that are missing expire.
+                # Announcements still arrive; workers whose announcements were missed expire.
                 log.warning("registry.not_read", reason=error.message)
 
     async def _read(self) -> None:
-        for stored in await self._bus.read(layout.WORKERS, self._filter):
-            self._apply(stored.subject, stored.data, deleted=stored.headers.get(OPERATION) is not None)
+        for stored in await JetStream(self._bus).read(layout.WORKERS, self._filter):
+            self._apply(stored)
         self._expire()
 
-    def _arrived(self, message: Message) -> None:
-        self._apply(message.subject, message.data, deleted=message.headers.get(OPERATION) is not None)
-
-    def _apply(self, subject: str, data: bytes, *, deleted: bool) -> None:
-        if deleted:
+    def _apply(self, entry: Stored | Message) -> None:
+        subject = entry.subject
+        try:
+            info = parse_entry(entry)
+        except CallerError as error:
+            log.warning("registry.unreadable", subject=subject, error=error.message)
+            return
+        if info is None:
             changed = self._entries.pop(subject, None) is not None
         else:
-            try:
-                info = _decoder.decode(data)
-            except msgspec.MsgspecError as error:
-                # A newer worker, or a stranger: not one to work with.
-                log.warning("registry.unreadable", subject=subject, error=str(error))
-                return
             before = self._entries.get(subject)
             self._entries[subject] = (info, self._clock())
             changed = before is None or before[0] != info
         if changed:
-            self._tell()
+            self._notify()
 
     def _expire(self) -> None:
         oldest = self._clock() - self._ttl
@@ -172,10 +181,10 @@ class Roster:
             info, _ = self._entries.pop(subject)
             log.info("registry.expired", worker=info.worker, role=info.role)
         if gone:
-            self._tell()
+            self._notify()
 
-    def _tell(self) -> None:
-        self._news.set()
+    def _notify(self) -> None:
+        self._updated.set()
         for listener in self._listeners:
             listener()
 
@@ -185,9 +194,9 @@ class Registry:
 
     Args:
         bus: The connection.
-        info: Of this worker; its load is taken anew for every announcement.
+        info: Of this worker; its load is asked for before every announcement.
         settings: For the interval.
-        load: Tells the load now.
+        load: The load now.
     """
 
     def __init__(
@@ -216,7 +225,7 @@ class Registry:
         return self._roster
 
     def workers(self, *, role: Role | None = None) -> list[WorkerInfo]:
-        """Who is here, of this model."""
+        """The announced workers of this model."""
         return self._roster.workers(role=role)
 
     def on_change(self, listener: Changed) -> None:
@@ -234,23 +243,23 @@ class Registry:
         self._roster.drop(info)
 
     async def announce(self, state: State, *, reason: str | None = None) -> None:
-        """Tells a new state at once."""
+        """Announces a new state at once."""
         self._info = msgspec.structs.replace(self._info, state=state, reason=reason)
         await self._publish()
 
     @staticmethod
     async def announce_once(bus: Bus, info: WorkerInfo) -> None:
-        """Announces a worker that will not stay, one that could not start for example; it expires by itself.
+        """Announces a worker once, one that could not start for example; the entry expires by itself.
 
         Raises:
             BusUnavailable: The bucket did not take it.
         """
-        await bus.store(_subject(key(info)), _encoder.encode(info))
+        await JetStream(bus).store(entry_subject(key(info)), codec.encode(info))
 
     async def __aenter__(self) -> Registry:
         await self._roster.__aenter__()
         try:
-            # The first one is confirmed, so that a missing permission ends the start.
+            # The first announcement is confirmed, so that a missing permission ends the start.
             await self.announce_once(self._bus, self._info)
         except BusUnavailable:
             await self._roster.__aexit__(None, None, None)
@@ -266,7 +275,7 @@ class Registry:
             await asyncio.wait({self._task})
         await self._roster.__aexit__(kind, error, trace)
         if self._info.state != "failed" and self._bus.connected:
-            self._bus.send(_subject(key(self._info)), b"", {OPERATION: DELETE})
+            self._bus.send(entry_subject(key(self._info)), b"", {OPERATION: DELETE})
 
     async def _run(self) -> None:
         while True:
@@ -276,10 +285,10 @@ class Registry:
     async def _publish(self) -> None:
         try:
             load = await self._load()
-        except Exception:  # supervision point: a worker without figures is better than one that vanishes
+        except Exception:  # supervision point: an old load is better than no announcement
             log.exception("registry.load_failed")
         else:
             self._info = msgspec.structs.replace(self._info, load=load)
-        # Not while NATS is away: what is queued then would arrive stale, and the next one comes soon.
+        # Not while NATS is away: it would be queued, and arrive late.
         if self._bus.connected:
-            self._bus.send(_subject(key(self._info)), _encoder.encode(self._info))
+            self._bus.send(entry_subject(key(self._info)), codec.encode(self._info))

@@ -1,9 +1,8 @@
 """The fleet as NATS services (ADR-32): `nats micro ls`, `info` and `stats` show every worker.
 
-A small implementation of its own: nats-py's sends the request's headers back
-with every answer, and counts time in naive dates (facts 4.13, 4.20). Nothing
-is served through it; the endpoints that it lists are the worker's own
-subscriptions, which report what they did.
+Not nats-py's implementation, which sends the request's headers back with every
+answer and has naive dates. It serves no requests; the endpoints that it lists
+are the worker's own subscriptions, which report their requests to it.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ import structlog
 
 from inferbus.schemas.errors import InferbusError
 from inferbus.schemas.subjects import LIVE_OWNER
-from inferbus.workers.bus.connection.bus import Bus, Subscription
+from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.connection.message import Message
+from inferbus.workers.bus.connection.subscription import Subscription
 from inferbus.workers.bus.durations import nanoseconds
 
 log = structlog.get_logger()
@@ -33,7 +33,7 @@ TYPE: Final = "io.nats.micro.v1"
 
 
 class Endpoint:
-    """One subject that a worker serves, and what became of its requests.
+    """One subject that a worker serves, with its statistics.
 
     Attributes:
         name: Unique within the service.
@@ -58,7 +58,7 @@ class Endpoint:
         self.reset()
 
     def reset(self) -> None:
-        """Counts anew."""
+        """Sets the counters to zero."""
         self.requests = 0
         self.errors = 0
         self.last_error = ""
@@ -72,7 +72,8 @@ class Endpoint:
             self.errors += 1
             self.last_error = error
 
-    def _info(self) -> dict[str, Any]:
+    def info(self) -> dict[str, Any]:
+        """Its part of the answer to INFO."""
         return {
             "name": self.name,
             "subject": self.subject,
@@ -80,7 +81,8 @@ class Endpoint:
             "metadata": self.metadata,
         }
 
-    def _stats(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
+        """Its part of the answer to STATS."""
         total = nanoseconds(self.seconds)
         return {
             "name": self.name,
@@ -91,6 +93,8 @@ class Endpoint:
             "last_error": self.last_error,
             "processing_time": total,
             "average_processing_time": total // self.requests if self.requests else 0,
+            # Empty, but there: nats-py cannot read an answer without it.
+            "data": {},
         }
 
 
@@ -105,8 +109,7 @@ class Service:
         description: One line.
         metadata: Model, role, capacity, …
         endpoints: What it serves.
-        replies: Prefixes of reply subjects; a worker must not publish just anywhere for a caller (trial B8).
-        data: More figures for an endpoint's statistics.
+        replies: Prefixes of allowed reply subjects: a caller must not have a worker publish anywhere else.
         now: Wall clock, aware.
     """
 
@@ -121,7 +124,6 @@ class Service:
         metadata: Mapping[str, str] | None = None,
         endpoints: Sequence[Endpoint] = (),
         replies: tuple[str, ...] = ("_INBOX.",),
-        data: Callable[[Endpoint], Mapping[str, Any] | None] = lambda _: None,
         now: Callable[[], dt.datetime] = lambda: dt.datetime.now(dt.UTC),
     ) -> None:
         if not NAME.fullmatch(name) or not NAME.fullmatch(id):
@@ -138,7 +140,6 @@ class Service:
         self._description = description
         self._endpoints = list(endpoints)
         self._replies = replies
-        self._data = data
         self._started = now()
         self._subscriptions: list[Subscription] = []
 
@@ -157,7 +158,7 @@ class Service:
             "type": f"{TYPE}.info_response",
             **self._identity,
             "description": self._description,
-            "endpoints": [endpoint._info() for endpoint in self._endpoints],
+            "endpoints": [endpoint.info() for endpoint in self._endpoints],
         }
 
     def stats(self) -> dict[str, Any]:
@@ -166,10 +167,7 @@ class Service:
             "type": f"{TYPE}.stats_response",
             **self._identity,
             "started": self._started.isoformat().replace("+00:00", "Z"),
-            # `data` is always there, since nats-py cannot read an answer without it.
-            "endpoints": [
-                endpoint._stats() | {"data": dict(self._data(endpoint) or {})} for endpoint in self._endpoints
-            ],
+            "endpoints": [endpoint.stats() for endpoint in self._endpoints],
         }
 
     async def __aenter__(self) -> Service:

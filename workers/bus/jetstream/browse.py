@@ -1,8 +1,8 @@
 """Looking through a stream and taking single messages out of it, for operators.
 
-A stream may hold a gigabyte, so it is read in pages, and nothing keeps what it
-does not need. Nothing here makes a consumer: on a work queue a second one
-would be refused, and would need a permission of its own.
+A stream may hold a gigabyte, so it is read in pages. Nothing here makes a
+consumer: a work queue refuses a second one with an overlapping filter, and
+making one needs a permission of its own.
 """
 
 from __future__ import annotations
@@ -11,23 +11,16 @@ import datetime as dt
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
-from inferbus.schemas.errors import BusUnavailable
 from inferbus.workers.bus.connection.bus import Bus
-from inferbus.workers.bus.errors import STREAM_NOT_FOUND, ApiError, NoResponders, NotPermitted
+from inferbus.workers.bus.errors import STREAM_NOT_FOUND, ApiError
 from inferbus.workers.bus.interface import Stored
-from inferbus.workers.bus.jetstream import client as jetstream
-from inferbus.workers.bus.jetstream.client import API, api, moment
+from inferbus.workers.bus.jetstream.client import JetStream, parse_time
 
-PAGE: Final = 500
-PAGE_BYTES: Final = 4 * 1024 * 1024
-"""Messages and bytes of one page; a message that is larger than that is a page of its own."""
-
-BEGINNING: Final = 1
 _MISSING: Final = "stream {} is not there: no worker has made it yet; `inferbus streams --adopt` does"
 
 
 async def stream_info(bus: Bus, stream: str) -> dict[str, Any]:
-    """What the server says of a stream.
+    """State and configuration of a stream.
 
     Raises:
         ApiError: It is not there.
@@ -37,23 +30,23 @@ async def stream_info(bus: Bus, stream: str) -> dict[str, Any]:
 
 
 async def consumers(bus: Bus, stream: str) -> list[dict[str, Any]]:
-    """What the server says of a stream's consumers, by name.
+    """State and configuration of a stream's consumers, ordered by name.
 
     Raises:
         ApiError: There is no such stream.
         BusUnavailable: JetStream is off, or may not be asked; says which.
     """
-    found: list[dict[str, Any]] = []
+    infos: list[dict[str, Any]] = []
     while True:
-        page = await _ask(bus, stream, "CONSUMER.LIST", {"offset": len(found)})
-        found.extend(page["consumers"] or ())
-        if not page["consumers"] or len(found) >= page["total"]:
-            return sorted(found, key=lambda each: str(each["name"]))
+        page = await _ask(bus, stream, "CONSUMER.LIST", {"offset": len(infos)})
+        infos.extend(page["consumers"] or ())
+        if not page["consumers"] or len(infos) >= page["total"]:
+            return sorted(infos, key=lambda each: str(each["name"]))
 
 
 async def _ask(bus: Bus, stream: str, what: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     try:
-        return await api(bus, f"{what}.{stream}", body)
+        return await JetStream(bus).call(f"{what}.{stream}", body)
     except ApiError as error:
         if error.err_code != STREAM_NOT_FOUND:
             raise
@@ -61,7 +54,7 @@ async def _ask(bus: Bus, stream: str, what: str, body: dict[str, Any] | None = N
 
 
 async def pages(
-    bus: Bus, stream: str, subject: str, *, first: int = BEGINNING, most: int | None = None
+    bus: Bus, stream: str, subject: str, *, most: int | None = None
 ) -> AsyncIterator[tuple[list[Stored], int]]:
     """The messages of a subject, oldest first, page by page, each with the number of messages beyond it.
 
@@ -69,37 +62,21 @@ async def pages(
         bus: The connection.
         stream: Of this stream.
         subject: May hold wildcards.
-        first: The stream sequence to begin at.
         most: No more messages than this.
 
     Raises:
         NotPermitted: Naming the subject.
         BusUnavailable: The server did not answer.
     """
-    taken = 0
+    taken, first = 0, 1
     while most is None or taken < most:
-        batch = PAGE if most is None else min(PAGE, most - taken)
-        body = {"seq": first, "next_by_subj": subject, "batch": batch, "max_bytes": PAGE_BYTES}
-        page, beyond = await _page(bus, stream, body)
+        batch = None if most is None else most - taken
+        page, beyond = await JetStream(bus).page(stream, subject, first=first, batch=batch)
         yield page, beyond
         if not page or not beyond:
             return
         taken += len(page)
         first = page[-1].sequence + 1
-
-
-async def _page(bus: Bus, stream: str, body: dict[str, Any]) -> tuple[list[Stored], int]:
-    denied = f"{API}.DIRECT.GET.{stream}"
-    try:
-        return await jetstream._page(bus, stream, body)
-    except NoResponders:
-        # Somebody made the stream without direct access: one by one, by way of its leader.
-        found = await jetstream._get(bus, stream, {key: body[key] for key in ("seq", "next_by_subj")})
-        return ([], 0) if found is None else ([found], 1)
-    except BusUnavailable:
-        if f"publish {denied.lower()}" in bus.denied:
-            raise NotPermitted(f"not permitted to publish to {denied}") from None
-        raise
 
 
 async def get(bus: Bus, stream: str, sequence: int) -> Stored | None:
@@ -108,7 +85,7 @@ async def get(bus: Bus, stream: str, sequence: int) -> Stored | None:
     Raises:
         BusUnavailable: The server did not answer.
     """
-    return await jetstream._get(bus, stream, {"seq": sequence})
+    return await JetStream(bus).get(stream, {"seq": sequence})
 
 
 async def remove(bus: Bus, stream: str, sequence: int) -> bool:
@@ -118,7 +95,7 @@ async def remove(bus: Bus, stream: str, sequence: int) -> bool:
         BusUnavailable: The server did not answer, or does not allow it.
     """
     try:
-        await api(bus, f"STREAM.MSG.DELETE.{stream}", {"seq": sequence})
+        await JetStream(bus).call(f"STREAM.MSG.DELETE.{stream}", {"seq": sequence})
     except ApiError:
         # The server has several answers for a message that is not there, none of them of its own.
         if await get(bus, stream, sequence) is None:
@@ -133,7 +110,7 @@ async def purge(bus: Bus, stream: str, subject: str, *, until: int) -> int:
     Raises:
         BusUnavailable: The server did not answer, or does not allow it.
     """
-    answer = await api(bus, f"STREAM.PURGE.{stream}", {"filter": subject, "seq": until + 1})
+    answer = await JetStream(bus).call(f"STREAM.PURGE.{stream}", {"filter": subject, "seq": until + 1})
     return int(answer["purged"])
 
 
@@ -145,9 +122,9 @@ async def pause(bus: Bus, stream: str, consumer: str, until: dt.datetime | None)
         BusUnavailable: The server did not answer, or does not allow it.
     """
     body = {} if until is None else {"pause_until": until.astimezone(dt.UTC).isoformat()}
-    await api(bus, f"CONSUMER.PAUSE.{stream}.{consumer}", body)
+    await JetStream(bus).call(f"CONSUMER.PAUSE.{stream}.{consumer}", body)
 
 
 def server_time(answer: dict[str, Any]) -> dt.datetime:
     """When the server answered, by its own clock: that which also stamps what it stores."""
-    return moment(answer["ts"]) if "ts" in answer else dt.datetime.now(dt.UTC)
+    return parse_time(answer["ts"]) if "ts" in answer else dt.datetime.now(dt.UTC)

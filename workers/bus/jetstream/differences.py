@@ -1,4 +1,4 @@
-"""Whether a stream or consumer that is there is at least as strong as the one asked for."""
+"""Whether the configuration of an existing stream or consumer is at least as strong as the wanted one."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from inferbus.workers.bus.durations import seconds
 Check = Callable[[Any, Any], bool]
 
 
-def _equal(found: Any, wanted: Any) -> bool:
-    return bool(found == wanted)
+def _equal(existing: Any, wanted: Any) -> bool:
+    return bool(existing == wanted)
 
 
-def _at_least(found: Any, wanted: Any) -> bool:
+def _at_least(existing: Any, wanted: Any) -> bool:
     """For limits, where -1 and 0 mean none."""
-    return bool(found in (-1, 0) or (wanted not in (-1, 0) and found >= wanted))
+    return bool(existing in (-1, 0) or (wanted not in (-1, 0) and existing >= wanted))
 
 
-def _not_below(found: Any, wanted: Any) -> bool:
+def _not_below(existing: Any, wanted: Any) -> bool:
     """For plain numbers."""
-    return bool(found >= wanted)
+    return bool(existing >= wanted)
 
 
-def _covers(found: Any, wanted: Any) -> bool:
-    return set(wanted) <= set(found or ())
+def _covers(existing: Any, wanted: Any) -> bool:
+    return set(wanted) <= set(existing or ())
 
 
-def _no_sooner(found: Any, wanted: Any) -> bool:
+def _no_sooner(existing: Any, wanted: Any) -> bool:
     """File instead of memory is fine."""
-    return bool(found in (wanted, "file"))
+    return bool(existing in (wanted, "file"))
 
 
 CHECKS: Final[dict[str, Check]] = {
@@ -69,36 +69,36 @@ _ABSENT: Final[dict[str, Any]] = {
 """The server leaves these out when they are not set; numbers then are 0."""
 
 
-def differences(wanted: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """What is weaker than wanted, one text per field."""
+def differences(wanted: dict[str, Any], existing: dict[str, Any]) -> list[str]:
+    """The fields that are weaker than wanted, one text each."""
     return [
-        f"{field} is {_shown(field, _value(found, field))}, wanted {_shown(field, wanted[field])}"
-        for field in _weaker(wanted, found)
+        f"{field} is {_shown(field, _value(existing, field))}, wanted {_shown(field, wanted[field])}"
+        for field in _weaker(wanted, existing)
     ]
 
 
-def strengthened(wanted: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """The configuration found, with its weaker fields raised to what is wanted."""
-    raised = {field: wanted[field] for field in _weaker(wanted, found)}
+def strengthened(wanted: dict[str, Any], existing: dict[str, Any]) -> dict[str, Any]:
+    """The existing configuration, with its weaker fields raised to the wanted values."""
+    raised = {field: wanted[field] for field in _weaker(wanted, existing)}
     if "subjects" in raised:
-        raised["subjects"] = [*found.get("subjects", ()), *raised["subjects"]]
-    return found | raised
+        raised["subjects"] = [*existing.get("subjects", ()), *raised["subjects"]]
+    return existing | raised
 
 
-def _weaker(wanted: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    # A single message per subject is no limit to be raised but what makes it "the newest one"; and a cap on
-    # owners is there to hold.
+def _weaker(wanted: dict[str, Any], existing: dict[str, Any]) -> list[str]:
+    # With one message per subject a stream keeps the newest one, and a limit per owner is to hold: a higher
+    # value is not stronger.
     exact = wanted.get("max_msgs_per_subject") == 1 or wanted.get("discard_new_per_subject")
     checks = CHECKS | ({"max_msgs_per_subject": _equal} if exact else {})
     return [
         field
         for field, check in checks.items()
-        if field in wanted and not check(_value(found, field), wanted[field])
+        if field in wanted and not check(_value(existing, field), wanted[field])
     ]
 
 
-def _value(found: dict[str, Any], field: str) -> Any:
-    return found.get(field, _ABSENT.get(field, 0))
+def _value(existing: dict[str, Any], field: str) -> Any:
+    return existing.get(field, _ABSENT.get(field, 0))
 
 
 def _shown(field: str, value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What the streams of the contract look like, in the server's own terms."""
+"""The configuration of the contract's streams and consumers, in the server's terms."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ STREAM: Final = "INFER_STREAM"
 RESULTS: Final = "INFER_RESULTS"
 DEAD: Final = "INFER_DEAD"
 CANCEL: Final = "INFER_CANCEL"
-ADVISORIES: Final = "INFER_ADVISORIES"
 WORKERS: Final = f"KV_{fleet.BUCKET}"
 """The stream behind the key-value bucket (ADR-8)."""
 
 ANNOUNCE_TTL: Final = 10.0
-"""Seconds after which a worker that says nothing is no longer listed."""
+"""Seconds after which a worker that does not announce itself is no longer listed."""
 
 MAX_ACK_PENDING: Final = 100_000
-"""Of all workers together: they bound what they hold by their slots; the server must not on top of it."""
+"""Of all workers together; the bound in force is the number of their slots."""
 
 CANCELS_KEPT: Final = 64
 """Cancels of one job id that are remembered."""
@@ -34,15 +33,13 @@ MAX_WAITING: Final = 4096
 UNLIMITED: Final = -1
 DAY: Final = 24 * 3600.0
 
-_ADVISORY: Final = "$JS.EVENT.ADVISORY.CONSUMER"
-
 
 def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[str, Any]]:
     """Every stream.
 
-    Whatever must not be lost silently refuses what does not fit (`discard: new`, trial A20): jobs, results,
-    dead letters. Chunks, cancel marks and advisories make room by their age instead, since a worker must
-    never wait for their readers.
+    Streams whose messages must not be lost refuse what does not fit (`discard: new`): jobs, results, dead
+    letters. Chunks and cancel marks are discarded by age instead (`discard: old`), since a worker must never
+    wait for their readers.
     """
     s = settings
     jobs = _stream(JOBS, [subjects.all("jobs")], s, s.jobs_max_bytes, s.jobs_max_age)
@@ -51,9 +48,6 @@ def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[st
     results = _stream(RESULTS, ends, s, s.results_max_bytes, s.results_max_age)
     dead = _stream(DEAD, [subjects.all("dead")], s, s.dead_max_bytes, s.dead_max_age)
     cancel = _stream(CANCEL, [subjects.all("cancel")], s, 64 * MIB, DAY)
-    # Advisories are lost when nobody listens at that moment, so a stream listens (trial A6).
-    kinds = ("MAX_DELIVERIES", "MSG_TERMINATED")
-    advisories = _stream(ADVISORIES, [f"{_ADVISORY}.{kind}.{JOBS}.>" for kind in kinds], s, 64 * MIB, 7 * DAY)
     workers = _stream(WORKERS, [f"$KV.{fleet.BUCKET}.>"], s, 16 * MIB, ANNOUNCE_TTL)
     light = _light(settings)
     return [
@@ -61,38 +55,39 @@ def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[st
         chunks | light | {"discard": "old", "max_msgs_per_subject": settings.stream_max_chunks},
         results,
         dead,
-        # More than one mark per job: each may aim at another submission with the same id.
+        # More than one mark per job: each may be for another submission with the same id.
         cancel | {"discard": "old", "max_msgs_per_subject": CANCELS_KEPT},
-        advisories | {"discard": "old"},
         # As ADR-8 lays out a bucket, so that `nats kv` reads it.
         workers | light | {"max_msgs_per_subject": 1, "allow_rollup_hdrs": True, "deny_delete": True},
     ]
 
 
 def _capped(jobs: dict[str, Any], settings: StreamSettings) -> dict[str, Any]:
-    """A job's subject names its owner, and a job leaves the stream when it ends: so the server can count."""
+    """With a limit of jobs per subject, which names the owner; a job leaves the stream when it ends."""
     if settings.owner_jobs:
         return jobs | {"max_msgs_per_subject": settings.owner_jobs, "discard_new_per_subject": True}
     return {name: value for name, value in jobs.items() if name != "max_msgs_per_subject"}
 
 
 def _light(settings: StreamSettings) -> dict[str, Any]:
-    """Storage for what is not worth a sync.
+    """Storage without a sync for each message.
 
-    Not memory on a single server: it forgets such a stream, messages and all, when it restarts, and jobs then
-    cannot be continued. A file that is written behind the acknowledgement (nats-server 2.12) lost the last 4
-    of 60,100 chunks to a SIGKILL, and is as fast as memory: 30,000 chunks/s where a file synced by
-    `sync_interval: always` takes 300. Replicated streams cannot be written that way, and need not be.
+    A single server loses a stream in memory when it restarts, and jobs then cannot be continued. A file that
+    is written after the acknowledgement (nats-server 2.12) lost the last 4 of 60,100 chunks to a SIGKILL, and
+    is as fast as memory: 30,000 chunks/s, where a file with `sync_interval: always` takes 300. The server
+    refuses that mode for replicated streams, which outlive the loss of one server in memory as well.
     """
     if settings.replicas > 1:
         return {"storage": "memory"}
     return {"storage": "file", "persist_mode": "async"}
 
 
-def job_consumer(
-    subjects: Subjects, model: str, job_class: JobClass, *, ack_wait: float, max_deliver: int
-) -> dict[str, Any]:
-    """The durable consumer of one model and class, shared by all its workers."""
+def job_consumer(subjects: Subjects, model: str, job_class: JobClass, *, ack_wait: float) -> dict[str, Any]:
+    """The durable consumer of one model and class, shared by all its workers.
+
+    Without `max_deliver`: workers bound attempts and write the dead letter. At a bound of its own the server
+    keeps the job and delivers it to nobody any more.
+    """
     return {
         "durable_name": durable(model, job_class),
         "filter_subject": subjects.jobs_of(model, job_class),
@@ -100,7 +95,7 @@ def job_consumer(
         "replay_policy": "instant",
         "ack_policy": "explicit",
         "ack_wait": nanoseconds(ack_wait),
-        "max_deliver": max_deliver,
+        "max_deliver": UNLIMITED,
         "max_ack_pending": MAX_ACK_PENDING,
         "max_waiting": MAX_WAITING,
     }

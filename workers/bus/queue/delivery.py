@@ -1,4 +1,4 @@
-"""One delivery of one job over JetStream, and the signs of life that keep it ours."""
+"""One delivery of one job over JetStream, and the heartbeats that keep it this worker's."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ log = structlog.get_logger()
 ACK_TIMEOUT: Final = 2.0
 ACK_TRIES: Final = 3
 FORGOTTEN: Final = 1.0
-"""Seconds after which a server that is killed still knows afterwards that it had delivered a job: it writes
-that a moment later (consumerFileStore.flushLoop), and delivers anew what it has not written."""
+"""Seconds after which a delivery survives a kill of the server, which writes it to disk a moment later
+(nats-server, consumerFileStore.flushLoop) and delivers a job again whose delivery it has not written."""
 SUSPECT: Final = 1.0
-"""Seconds after a stall within which what arrives was sent before it."""
+"""Seconds after a stall for which arriving messages may have been sent before it."""
 _ACK_PREFIX: Final = ("$JS", "ACK")
 
 
 class AckSubject(msgspec.Struct, frozen=True):
-    """What a delivery's reply subject says."""
+    """The fields of a delivery's reply subject."""
 
     stream: str
     consumer: str
@@ -42,7 +42,7 @@ class AckSubject(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, subject: str) -> AckSubject | None:
-        """None for the subject of anything else.
+        """None for any other subject.
 
         `$JS.ACK.<stream>.<consumer>.<delivered>.<sseq>.<cseq>.<time>.<pending>`; domain and account come
         before the stream, and a random token last, where the server is new enough or has a domain (ADR-15).
@@ -59,13 +59,11 @@ class AckSubject(msgspec.Struct, frozen=True):
 class NatsDelivery:
     """Implements `Delivery`.
 
-    Its ends are asked for an answer (`ack_sync`), since a plain acknowledgement that is lost means the job
-    runs again; those for good are tried more than once, which the server takes as one.
+    `ack`, `nak` and `term` are requests, which the server confirms: a job whose acknowledgement is lost runs
+    again. `ack` and `term` are tried more than once, which the server takes as one.
     """
 
-    def __init__(
-        self, bus: Bus, message: Message, ack: AckSubject, heartbeats: Heartbeats, *, lane: str = ""
-    ) -> None:
+    def __init__(self, bus: Bus, message: Message, ack: AckSubject, heartbeats: Heartbeats) -> None:
         self._bus = bus
         self._reply = message.reply
         self._heartbeats = heartbeats
@@ -79,7 +77,6 @@ class NatsDelivery:
         self._attempt = ack.attempt
         self._taken = self._seen = time.monotonic()
         self._stale = False
-        self.lane = lane
         heartbeats.add(self)
 
     @property
@@ -94,12 +91,12 @@ class NatsDelivery:
 
     @property
     def stale(self) -> bool:
-        """See `Delivery`. Once stale, always stale: what was stopped must not come back to life."""
+        """See `Delivery`. Once stale, always stale: attempts that saw it have ended."""
         self._stale = self._stale or time.monotonic() - self._seen > self._heartbeats.ack_wait
         return self._stale
 
     def cut_off(self) -> None:
-        """The server went away: where it may have forgotten this delivery, the job is the next owner's."""
+        """The connection is lost: stale, if so recent that a server that was killed may have forgotten it."""
         self._stale = self._stale or time.monotonic() - self._taken < FORGOTTEN
 
     async def ack(self) -> None:
@@ -107,27 +104,23 @@ class NatsDelivery:
         await self._end(b"+ACK")
 
     async def nak(self, delay: float) -> None:
-        """See `Delivery`. Without a delay it comes back within a millisecond (trial A5)."""
+        """See `Delivery`. Without a delay it comes back at once."""
         if self.stale:
-            # It is another's by now, from whom this would take it.
+            # Another worker may own the job by now, and this would take it away.
             self._heartbeats.discard(self)
             return
-        # Rounded up to what the server can tell from none.
         body = {"delay": nanoseconds(delay)}
-        # Once: the server looks at the job and not at the delivery (processNak), so that a second one, whose
-        # first was only slow, would take the job from its next owner. One that is lost costs the ack wait.
+        # Once: the server looks at the job and not at the delivery (nats-server, processNak). A second one,
+        # sent because the first was slow, would take the job from its next owner. A lost one costs the ack
+        # wait.
         await self._end(b"-NAK " + msgspec.json.encode(body) if delay > 0 else b"-NAK", tries=1)
 
     async def term(self, reason: str) -> None:
-        """See `Delivery`. nats-py's `term` cannot tell a reason."""
+        """See `Delivery`. nats-py's `term` takes no reason."""
         await self._end(b"+TERM " + " ".join(reason.split()).encode(errors="replace")[:1024])
 
-    async def progress(self) -> None:
-        """See `Delivery`."""
-        self.beat()
-
     def beat(self) -> None:
-        """A sign of life; lost ones do not matter, the next one comes in time."""
+        """Sends one heartbeat, at most once: the next one comes before the ack wait is over."""
         if self.stale:
             self._heartbeats.discard(self)
             return
@@ -149,23 +142,24 @@ class NatsDelivery:
                 else:
                     return
         finally:
-            # Also after a failure: what was not acknowledged must come back rather than be kept for ever.
+            # Also after a failure: a job that was not acknowledged is to be delivered again.
             self._heartbeats.discard(self)
         raise BusUnavailable(f"the server did not confirm the end of a delivery: {problem}") from problem
 
 
 class Heartbeats:
-    """Sends a sign of life for every open delivery, at most a third of the ack wait apart (trials A1, A2).
+    """Sends heartbeats (`+WPI`) for every open delivery, less than a third of the ack wait apart.
 
-    Deliveries are held weakly: one whose owner dropped it without ending it, by a defect or because NATS was
-    away, is kept alive no longer, and so is delivered again.
+    A third, so that one lost or late heartbeat does not have the job delivered again. Deliveries are held
+    weakly: one whose owner dropped it without ending it, by a defect or because NATS was away, gets no more
+    heartbeats, and so is delivered again.
 
     Args:
         ack_wait: Of the consumers, in seconds; the shortest where they differ.
-        stalled: Called when this process is found to have stood still.
+        stalled: Called after this process was stopped for a while.
 
     Attributes:
-        sent: Signs of life so far.
+        sent: Heartbeats so far.
         suspect_until: Monotonic seconds until which arriving jobs are too old to be begun.
     """
 
@@ -222,7 +216,7 @@ class Heartbeats:
             await asyncio.sleep(self._interval)
             now = time.monotonic()
             if now - due > self.ack_wait / 2:
-                # This process stood still: a job that was sent meanwhile is another's by now, or soon.
+                # This process was stopped: the ack wait of a job sent meanwhile is over, or will be soon.
                 self.suspect_until = now + SUSPECT
                 self._stalled()
                 log.warning("worker.stalled", seconds=round(now - due, 1))
@@ -233,7 +227,7 @@ class Heartbeats:
                 return
 
     def _beat(self) -> None:
-        # Apart from `_run`, whose variables would keep the last delivery alive until the next turn.
+        # A function of its own: a variable of `_go_on` would reference the last delivery until the next turn.
         for delivery in list(self._open):
             delivery.beat()
             self.sent += 1

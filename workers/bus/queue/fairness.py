@@ -1,4 +1,4 @@
-"""Which class of jobs comes next: in proportion to weights, so that none ever starves (trial A11).
+"""Which class of jobs comes next: in proportion to weights, so that none starves.
 
 Smooth weighted round robin: of 4:1, every fifth job is the lighter class's as
 long as both have jobs. A class without jobs gathers no credit.

@@ -18,7 +18,7 @@ OBJECTS: Final = {
 
 
 class TextAnswer:
-    """`inferbus.workers.engine.interface.Answer` of the kinds `chat` and `completions`; used once."""
+    """`AnswerFormatter` of the kinds `chat` and `completions`; used once."""
 
     def __init__(
         self,
@@ -32,7 +32,8 @@ class TextAnswer:
         include_usage: bool = False,
         echo: str = "",
     ) -> None:
-        """
+        """Sets what all messages of the answer have in common.
+
         Args:
             kind: Which of the two.
             model: The served model name.
@@ -77,7 +78,7 @@ class TextAnswer:
             if delta.finish is not None:
                 self._reasons[index] = delta.finish.reason
                 if index == 0:
-                    self._cached = delta.meta.get("cached_tokens")
+                    self._cached = delta.cached_tokens
                 yield self._message([self._choice(index, {} if self._chat else "", delta.finish.reason)])
         if None in self._reasons:
             raise EngineFailed("the engine ended without finishing every choice")

@@ -10,11 +10,11 @@ import msgspec
 
 from inferbus.schemas.errors import ContextLengthExceeded, InvalidRequest, NotSupported
 from inferbus.schemas.requests import AnyRequest, ChatRequest, CompletionRequest, TokenRequest
-from inferbus.workers.engine.interface import Answer, EngineInfo, Leg
+from inferbus.workers.engine.interface import AnswerFormatter, EngineInfo, Leg
 from inferbus.workers.engine.scripted.answers import TextAnswer
 from inferbus.workers.engine.scripted.script import USER
 from inferbus.workers.engine.scripted.text import ByteTokenizer
-from inferbus.workers.engine.tokens import TokensAnswer
+from inferbus.workers.engine.tokens import TokensAnswer, asks_logprobs
 
 _OF_TEXT: Final = ("stop", "stop_regex", "json_schema", "regex", "ebnf", "structural_tag")
 
@@ -76,7 +76,7 @@ class ScriptedPrompt:
         """See `Prompt.resumed`."""
         sampling = self._request.sampling
         left = None if sampling.max_new_tokens is None else sampling.max_new_tokens - len(token_ids)
-        if self.choices > 1 or getattr(self._request, "logprobs", None) or (left is not None and left < 1):
+        if self.choices > 1 or asks_logprobs(self._request) or (left is not None and left < 1):
             return None
         if self._request.kind != "tokens" and self._echo + self._tokenizer.decode(token_ids) != text:
             return None
@@ -85,7 +85,7 @@ class ScriptedPrompt:
         resumed._left = left
         return resumed
 
-    def answer(self) -> Answer:
+    def answer(self) -> AnswerFormatter:
         """A fresh formatter."""
         request = self._request
         if isinstance(request, TokenRequest):
@@ -137,10 +137,11 @@ def prepare(request: AnyRequest, info: EngineInfo, tokenizer: ByteTokenizer) -> 
 
 
 def _refuse_unsupported(request: AnyRequest) -> None:
-    """A script cannot follow these, and they are never passed over in silence."""
+    """Refuses parameters that a script cannot follow; none is ignored silently."""
     given = [name for name in _OF_TEXT if getattr(request.sampling, name)]
     if not isinstance(request, TokenRequest):
-        given += [name for name in ("tools", "response_format", "logprobs") if getattr(request, name, None)]
+        given += [name for name in ("tools", "response_format") if getattr(request, name, None)]
+        given += ["logprobs"] * asks_logprobs(request)
     if given:
         raise NotSupported(f"{given[0]} is not supported by a scripted engine", param=given[0])
 

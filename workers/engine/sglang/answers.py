@@ -1,4 +1,11 @@
-"""Chat and completion answers, made by SGLang's own formatters from our deltas."""
+"""Chat and completion answers: SGLang's own formatters, fed with our deltas.
+
+Three things are changed. Tokens without text of their own wait for the next ones
+that have some: their chunk would be empty, and SGLang sends it, or drops its log
+probabilities. Log probabilities of a last step without text go with the finish
+reason. And an answer that was cut off inside a tool call holds that call as far
+as it came, in a stream as in one piece, where SGLang completes it or drops it.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +18,18 @@ import msgspec
 
 from inferbus.schemas.errors import EngineFailed
 from inferbus.workers.engine.interface import Delta
-from inferbus.workers.engine.sglang.redact import unquoted
+from inferbus.workers.engine.sglang.redaction import unquoted
+from inferbus.workers.engine.sglang.toolcalls import SentCalls
 
 _GROWING: Final = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
 """Lists in `meta_info` that hold one step's values when streaming by increments."""
 
+_FINISH: Final = '"finish_reason":"'
+"""In the chunk that ends a choice, and in no other, except inside of a string."""
+
 
 class OpenAIAnswer:
-    """`Answer` of the kinds `chat` and `completions`.
+    """`AnswerFormatter` of the kinds `chat` and `completions`.
 
     Args:
         handler: SGLang's `OpenAIServingChat` or `OpenAIServingCompletion`, on a `PassThrough`.
@@ -27,22 +38,30 @@ class OpenAIAnswer:
     """
 
     def __init__(self, handler: Any, request: Any, *, chat: bool) -> None:
+        self._handler = handler
         self._request = request
         self._stream = handler._generate_chat_stream if chat else handler._generate_completion_stream
         self._build = handler._build_chat_response if chat else handler._build_completion_response
         self._outputs: dict[int, dict[str, Any]] = {}
         self._id: str | None = None
+        parsed = chat and bool(handler.tool_call_parser or handler.reasoning_parser)
+        self._flushes = not chat or parsed or not request.logprobs
+        self._logprobs: dict[int, Any] = {}
+        self._calls = SentCalls() if chat and handler.tool_call_parser and request.tools else None
 
     async def chunks(self, deltas: AsyncIterable[Delta]) -> AsyncIterator[bytes]:
         """SGLang's chunks as JSON objects, without the framing of server-sent events."""
-        async with aclosing(self._stream(self._feed(deltas), self._request, None)) as events:
+        async with aclosing(self._stream(self._feed(_with_text(deltas)), self._request, None)) as events:
             async for event in events:
                 body = event.removeprefix("data: ").rstrip()
                 if body == "[DONE]":
                     return
                 if body.startswith('{"error"'):
                     raise _streamed_error(body)
-                yield body.encode("utf-8", "replace")
+                if self._calls is not None or (self._logprobs and _FINISH in body):
+                    yield self._amended(body)
+                else:
+                    yield body.encode("utf-8", "replace")
 
     def whole(self) -> bytes:
         """SGLang's answer to a request that does not stream, from the same deltas."""
@@ -52,24 +71,52 @@ class OpenAIAnswer:
         response = self._build(self._request, [_joined(output) for output in outputs], int(time.time()))
         if not hasattr(response, "model_dump_json"):  # An HTTP error response.
             raise EngineFailed("SGLang could not format the answer")
-        return bytes(response.model_dump_json().encode("utf-8", "replace"))
+        body = response.model_dump_json().encode("utf-8", "replace")
+        return bytes(body if self._calls is None else self._calls.completed(body))
+
+    def _amended(self, body: str) -> bytes:
+        """A chunk, with what SGLang leaves out of it."""
+        encoded = body.encode("utf-8", "replace")
+        chunk = msgspec.json.decode(encoded)
+        changed = self._calls is not None and self._calls.read(chunk)
+        for choice in chunk["choices"]:
+            if choice.get("finish_reason") and choice["index"] in self._logprobs:
+                choice["logprobs"] = self._logprobs.pop(choice["index"])
+                changed = True
+        return msgspec.json.encode(chunk) if changed else encoded
 
     async def _feed(self, deltas: AsyncIterable[Delta]) -> AsyncIterator[dict[str, Any]]:
         """Deltas as SGLang's tokenizer manager would stream them for `n` choices."""
         async for delta in deltas:
             meta = delta.meta
+            # The role may have corrected these: SGLang counts one leg, on one engine.
+            meta["prompt_tokens"] = delta.prompt_tokens
+            meta["completion_tokens"] = delta.completion_tokens
+            meta["cached_tokens"] = delta.cached_tokens or 0
             if self._id is None:
                 self._id = meta.setdefault("id", "")
             elif meta.get("id") != self._id:
                 # Each leg has an id of its own; OpenAI's clients expect one for all choices.
                 meta = {**meta, "id": self._id}
             self._keep(delta, meta)
+            if delta.finish is not None:
+                self._end(delta, meta)
             yield {
                 "text": delta.text,
                 "output_ids": delta.token_ids,
                 "meta_info": meta,
                 "index": delta.index,
             }
+
+    def _end(self, delta: Delta, meta: dict[str, Any]) -> None:
+        """Notes what the chunk with a choice's finish reason has to hold besides."""
+        if self._calls is not None and delta.finish is not None:
+            self._calls.end(delta.index, delta.finish)
+        values = meta.get("output_token_logprobs")
+        if not self._flushes and not delta.text and values:
+            content = {"meta_info": meta}
+            read = self._handler._process_streaming_logprobs(content, 0, len(values))
+            self._logprobs[delta.index] = read.model_dump()
 
     def _keep(self, delta: Delta, meta: dict[str, Any]) -> None:
         output = self._outputs.get(delta.index)
@@ -87,6 +134,30 @@ class OpenAIAnswer:
         output["meta_info"] = meta
         for name, values in output["grown"].items():
             values += meta.get(name) or ()
+
+
+async def _with_text(deltas: AsyncIterable[Delta]) -> AsyncIterator[Delta]:
+    """The same tokens in deltas that have text or end a choice."""
+    waiting: dict[int, Delta] = {}
+    async for delta in deltas:
+        before = waiting.pop(delta.index, None)
+        if before is not None:
+            delta = _sum(before, delta)
+        if delta.text or delta.finish is not None:
+            yield delta
+        else:
+            waiting[delta.index] = delta
+
+
+def _sum(before: Delta, after: Delta) -> Delta:
+    grown = {
+        name: [*(before.meta.get(name) or ()), *(after.meta.get(name) or ())]
+        for name in _GROWING
+        if name in before.meta or name in after.meta
+    }
+    return msgspec.structs.replace(
+        after, token_ids=before.token_ids + after.token_ids, meta={**after.meta, **grown}
+    )
 
 
 def _joined(output: dict[str, Any]) -> dict[str, Any]:

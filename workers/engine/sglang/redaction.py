@@ -1,20 +1,30 @@
-"""Other people's error messages, without what the caller wrote.
+"""Foreign error messages without request content.
 
 Messages go into answers, results and logs; request content must not. SGLang,
-pydantic and chat templates quote the values that they complain of.
+pydantic and chat templates quote the values that they refuse.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from typing import Any, Final
 
 LONGEST: Final = 300
 SHORTEST_SECRET: Final = 4
-"""Shorter strings of a request are words that any message may hold (`user`, `auto`)."""
+"""Shorter strings of a request are words that any message may contain (`user`, `auto`)."""
 
 _QUOTED: Final = re.compile(r"""(['"`]).*?\1""", re.DOTALL)
+_QUOTES_REQUESTS: Final = (
+    "key_string",
+    "Key string",
+    "grammar_key",
+    "accept_token failed",
+    "invalid stop_regex",
+)
+"""Parts of SGLang's log messages that quote the grammar or the stop pattern of a request."""
+
 _ORDINARY: Final = frozenset(
     {"user", "assistant", "system", "developer", "tool", "function", "text", "auto", "none"}
 )
@@ -30,6 +40,15 @@ def safe(error: object, request: Any) -> str | None:
     """`unquoted`, or None where it still repeats a string of the request."""
     text = unquoted(error)
     return None if any(leaf in text for leaf in _strings(request)) else text
+
+
+def redacted_record(*args: Any, **named: Any) -> logging.LogRecord:
+    """A factory of log records that leaves messages of SGLang out which quote a request."""
+    record = logging.LogRecord(*args, **named)
+    message = record.getMessage()
+    if any(mark in message for mark in _QUOTES_REQUESTS):
+        record.msg, record.args = "a grammar or stop pattern of a request failed", ()
+    return record
 
 
 def _strings(value: Any) -> Iterator[str]:

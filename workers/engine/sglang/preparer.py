@@ -1,4 +1,4 @@
-"""From a request of the contract to a prompt: checked, rendered and tokenised once."""
+"""Prepares requests: a request of the contract is checked, rendered and tokenised once."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from inferbus.schemas.errors import InvalidRequest, NotSupported
 from inferbus.schemas.fleet import Role
 from inferbus.schemas.requests import AnyRequest, ChatRequest, CompletionRequest, TokenRequest
 from inferbus.schemas.sampling import GRAMMARS, INT64
+from inferbus.workers.engine.sglang import grammars, patterns
 from inferbus.workers.engine.sglang.answers import OpenAIAnswer
-from inferbus.workers.engine.sglang.checks import PROMPT_FIELD, Bounds
+from inferbus.workers.engine.sglang.bounds import PROMPT_FIELD, Bounds, warn
+from inferbus.workers.engine.sglang.description import setting
 from inferbus.workers.engine.sglang.prompts import SGLangPrompt
-from inferbus.workers.engine.sglang.redact import unquoted
+from inferbus.workers.engine.sglang.redaction import unquoted
 from inferbus.workers.engine.sglang.serving import Serving, with_late_parameters
-from inferbus.workers.engine.sglang.stops import with_reach
-from inferbus.workers.engine.tokens import TokensAnswer
+from inferbus.workers.engine.tokens import TokensAnswer, asks_logprobs
 
 _OPTIONS: Final = (
     "return_logprob",
@@ -30,11 +31,11 @@ _OPTIONS: Final = (
 )
 """Fields of SGLang's request that a leg's options take over from its conversion."""
 
-_LOOKING_BACK: Final = ("stop", "stop_regex", *GRAMMARS, "frequency_penalty", "presence_penalty")
-"""Parameters that depend on what was said before."""
+_OUTPUT_DEPENDENT: Final = ("stop", "stop_regex", *GRAMMARS, "frequency_penalty", "presence_penalty")
+"""Parameters whose effect depends on the output so far."""
 
-_LEANING: Final = 5
-"""Tokens of the prompt that SGLang's detokenizer begins with."""
+_CONTEXT_TOKENS: Final = 5
+"""Tokens of the prompt that SGLang's detokenizer decodes the first output tokens with."""
 
 _NEED_TOKENIZER: Final = ("stop", "stop_regex", *GRAMMARS, "min_new_tokens")
 
@@ -47,27 +48,43 @@ class Preparer:
         role: The worker's.
         bounds: The engine's limits.
         serving: None with `--skip-tokenizer-init`.
+        trust_grammars: Whether grammars and stop patterns go to the engine unchecked.
     """
 
-    def __init__(self, manager: Any, *, role: Role, bounds: Bounds, serving: Serving | None) -> None:
+    def __init__(
+        self,
+        manager: Any,
+        *,
+        role: Role,
+        bounds: Bounds,
+        serving: Serving | None,
+        trust_grammars: bool,
+    ) -> None:
         self._manager = manager
         self._role = role
         self._bounds = bounds
         self._serving = serving
+        self._trust_grammars = trust_grammars
+        self._deterministic = bool(setting(manager, "enable_deterministic_inference"))
         self._model_defaults: dict[str, Any] = manager.model_config.get_default_sampling_params() or {}
+        patterns.load_classes()
 
     async def prepare(self, request: AnyRequest) -> SGLangPrompt:
         """See `Engine.prepare`."""
         request.sampling.check_vocabulary(self._bounds.vocabulary)
         if request.priority is not None and request.priority not in INT64:
             raise InvalidRequest("priority must fit a signed 64-bit integer", param="priority")
+        if self._serving is None:
+            _refuse_text(request)
+        if not self._trust_grammars:
+            grammars.check(request)
+        if request.sampling.sampling_seed is not None and not self._deterministic:
+            warn(request, "seed may give another text each time: --enable-deterministic-inference is not set")
         if isinstance(request, TokenRequest):
             return self._tokens(request)
         return await self._openai(request)
 
     def _tokens(self, request: TokenRequest) -> SGLangPrompt:
-        if self._serving is None:
-            _refuse_text(request)
         sampling = {**self._model_defaults, **request.sampling.given()}
         options: dict[str, Any] = {
             "priority": request.priority,
@@ -88,8 +105,7 @@ class Preparer:
 
     async def _openai(self, request: ChatRequest | CompletionRequest) -> SGLangPrompt:
         serving = self._serving
-        if serving is None:
-            raise NotSupported(f"this worker has no tokenizer, so it cannot serve {request.kind}")
+        assert serving is not None  # `prepare` has refused these kinds otherwise.
         chat = isinstance(request, ChatRequest)
         if chat and not serving.has_chat_template:
             raise NotSupported("the model has no chat template")
@@ -97,10 +113,13 @@ class Preparer:
             _refuse_prompt_logprobs(request)
         converted, openai = await serving.convert(request)
         handler = serving.chat if chat else serving.completion
+        sampling = with_late_parameters(converted.sampling_params, request)
+        if not self._trust_grammars and any(sampling.get(name) for name in GRAMMARS):
+            grammars.check_tools(request)
         return self._prompt(
             request,
             list(converted.input_ids),
-            sampling=with_late_parameters(converted.sampling_params, request),
+            sampling=sampling,
             options={name: getattr(converted, name, None) for name in _OPTIONS}
             | {"cache_salt": request.cache_salt},
             answer=partial(OpenAIAnswer, handler, openai, chat=chat),
@@ -119,7 +138,7 @@ class Preparer:
         sampling = {name: value for name, value in sampling.items() if name != "n"}
         sampling["max_new_tokens"] = self._bounds.new_tokens(request, len(token_ids))
         if sampling.get("stop"):
-            sampling["stop_regex"] = with_reach(sampling["stop"], sampling.get("stop_regex"))
+            sampling["stop_regex"] = grammars.with_window(sampling["stop"], sampling.get("stop_regex"))
         self._verify(sampling)
         return SGLangPrompt(
             token_ids,
@@ -134,10 +153,10 @@ class Preparer:
         )
 
     def _resumable(self, request: AnyRequest, sampling: dict[str, Any]) -> bool:
-        """Whether an answer that goes on from its own first tokens is the one that was begun.
+        """Whether an answer resumed after its first tokens equals an undisturbed one.
 
-        What looks back over the answer, a stop string or a penalty or a grammar or a parser, would not
-        see what is part of the prompt by then.
+        Stop strings, penalties, grammars and parsers read the output so far, and would not see the part
+        that has become prompt.
         """
         parsed = (
             isinstance(request, ChatRequest)
@@ -147,15 +166,15 @@ class Preparer:
         return (
             request.sampling.choices == 1
             and not parsed
-            and not getattr(request, "logprobs", None)
+            and not asks_logprobs(request)
             and not getattr(request, "echo", None)
-            and not any(sampling.get(name) for name in _LOOKING_BACK)
+            and not any(sampling.get(name) for name in _OUTPUT_DEPENDENT)
             and sampling.get("repetition_penalty", 1.0) == 1.0
         )
 
     def _decoder(self, prompt: list[int], sampling: dict[str, Any]) -> Callable[[list[int]], str]:
-        """As SGLang's detokenizer does it: after the prompt's last tokens, on which a first one may lean."""
-        tail = prompt[-_LEANING:]
+        """The text of output tokens, decoded after the prompt's last tokens as SGLang's detokenizer does."""
+        tail = prompt[-_CONTEXT_TOKENS:]
         decode = partial(
             self._manager.tokenizer.decode,
             skip_special_tokens=sampling.get("skip_special_tokens", True),
@@ -168,7 +187,7 @@ class Preparer:
         return text
 
     def _verify(self, sampling: dict[str, Any]) -> None:
-        """SGLang's own checks, now instead of in the middle of a hand-off."""
+        """Runs SGLang's own checks before a hand-off instead of during it."""
         try:
             parameters = self._manager.sampling_params_class(**sampling)
             parameters.normalize(self._manager.tokenizer)
@@ -180,14 +199,16 @@ class Preparer:
 
 
 def _refuse_prompt_logprobs(request: CompletionRequest) -> None:
-    if request.echo and request.logprobs:
+    if request.echo and asks_logprobs(request):
         raise NotSupported(
             "echo with logprobs needs the prompt's own, which a decode engine does not have", param="echo"
         )
 
 
-def _refuse_text(request: TokenRequest) -> None:
-    """What an engine without a tokenizer would silently ignore, or die of (sgl-project/sglang#9039)."""
+def _refuse_text(request: AnyRequest) -> None:
+    """Refuses what an engine without a tokenizer ignores silently, or dies of (sgl-project/sglang#9039)."""
+    if not isinstance(request, TokenRequest):
+        raise NotSupported(f"this worker has no tokenizer, so it cannot serve {request.kind}")
     for name in _NEED_TOKENIZER:
         if getattr(request.sampling, name):
             raise NotSupported(f"this worker has no tokenizer, so it cannot honour {name}", param=name)
