@@ -16,6 +16,7 @@ from inferbus.workers import client
 
 HEAVY = ("torch", "sglang", "nixl", "transformers", "numpy")
 NETWORK = ("nats", "nkeys")
+WORKER = ("uvloop", "prometheus_client")
 TERMINAL = ("click", "rich", "structlog")
 
 
@@ -25,7 +26,7 @@ TERMINAL = ("click", "rich", "structlog")
         ("inferbus", ("msgspec", *HEAVY, *NETWORK, *TERMINAL)),
         ("inferbus.schemas", (*HEAVY, *NETWORK, *TERMINAL, "inferbus.workers")),
         ("inferbus.schemas.export", (*HEAVY, *NETWORK, *TERMINAL, "inferbus.workers")),
-        ("inferbus.workers.client", (*HEAVY, "click")),
+        ("inferbus.workers.client", (*HEAVY, *WORKER, "click")),
         ("inferbus.workers.engine.interface", (*HEAVY, *NETWORK)),
         ("inferbus.workers.engine.scripted", (*HEAVY, *NETWORK)),
     ],
