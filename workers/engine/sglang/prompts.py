@@ -1,4 +1,4 @@
-"""A request on its way through SGLang: checked, tokenised, and cut into legs."""
+"""A prepared request: checked, tokenised, and divided into legs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class SGLangPrompt:
         options: Further fields of SGLang's `GenerateReqInput`, as plain data.
         choices: How many legs.
         answer: Makes a formatter.
-        decode: Gives the text that tokens make after this prompt; None where a reader has tokens alone.
-        resumable: Whether an answer may go on after an interruption; see `Prompt.resumed`.
+        decode: The text of tokens after this prompt; None where the answer has no text.
+        resumable: Whether an answer may be resumed after an interruption; see `Prompt.resumed`.
     """
 
     def __init__(
