@@ -35,7 +35,7 @@ from benchmarks.bare import read_arguments
 from inferbus.schemas import codec, handoff
 from inferbus.schemas.answers import TokenChunk
 from inferbus.schemas.fleet import Role, WorkerInfo
-from inferbus.workers.bus.message import Message
+from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.client import Client
 from inferbus.workers.engine.sglang.options import BATCHED_COPY
 from inferbus.workers.observe import logs

@@ -15,7 +15,8 @@ from benchmarks.traces import Goal, Outcome, Trace, arrivals
 from inferbus.schemas.answers import TokenChunk
 from inferbus.schemas.fleet import Role
 from inferbus.schemas.subjects import Subjects, escape
-from inferbus.workers.bus import layout
+from inferbus.workers.bus.jetstream import layout
+from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.client import Client
 from inferbus.workers.client.assembler import Restarted
 from inferbus.workers.client.jobs import Job
@@ -118,7 +119,7 @@ class Killing:
             await self._stack.add(role, flags)
             replaced = time.monotonic() - started - at
             sent, ends = await live, await asyncio.gather(*jobs)
-            stored = await client.bus.read(layout.RESULTS, f"infer.results.{escape(OWNER)}.>")
+            stored = await JetStream(client.bus).read(layout.RESULTS, f"infer.results.{escape(OWNER)}.>")
         silent = [request for request in sent if request.fate == SILENT]
         return Killed(
             role=role,

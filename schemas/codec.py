@@ -64,8 +64,18 @@ def decode(data: bytes, type: type[T], kind: str = JSON) -> T:
     except msgspec.ValidationError as error:
         message, param = split_path(str(error))
         raise InvalidRequest(message, param=param) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise UndecodableBody(f"the body is not valid {kind}: {_reason(error)}") from None
+
+
+def decode_any(data: bytes, type: Any = Any) -> Any:
+    """An object of either content type, which the first byte tells: no MessagePack map starts with `{`.
+
+    Raises:
+        UndecodableBody: Neither JSON nor MessagePack, or nested too deeply.
+        InvalidRequest: Not of that type; `param` names the field.
+    """
+    return decode(data, type, JSON if data[:1] == b"{" else MSGPACK)
 
 
 def decode_object(data: bytes, kind: str = JSON) -> dict[str, Any]:
@@ -81,7 +91,7 @@ def decode_object(data: bytes, kind: str = JSON) -> dict[str, Any]:
     decoder = msgspec.msgpack.decode if kind == MSGPACK else msgspec.json.decode
     try:
         value = decoder(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise UndecodableBody(f"the body is not valid {kind}: {_reason(error)}") from None
     if not isinstance(value, dict):
         raise UndecodableBody("the body must be an object")

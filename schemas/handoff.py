@@ -37,7 +37,6 @@ class Prefill(msgspec.Struct, tag="prefill", omit_defaults=True, kw_only=True):
         job: For logs.
         signature: Of the decode engine; checked again by prefill.
         timeout: Seconds after which prefill gives up on its own.
-        traceparent: W3C trace context.
     """
 
     rid: Rid
@@ -49,7 +48,6 @@ class Prefill(msgspec.Struct, tag="prefill", omit_defaults=True, kw_only=True):
     signature: Signature
     timeout: Seconds
     options: dict[str, Any] = {}
-    traceparent: str | None = None
 
 
 class Abort(msgspec.Struct, tag="abort", kw_only=True):
@@ -91,14 +89,12 @@ class Done(msgspec.Struct, tag="done", omit_defaults=True, kw_only=True):
         worker: The prefill worker.
         cached_tokens: How much of the prompt it had in its prefix cache.
         seconds: From acceptance to here.
-        input_logprobs: Of the prompt, where asked for; a decode engine cannot tell them.
         transfer: Of the cache, where the engine can tell.
     """
 
     worker: str
     cached_tokens: int = 0
     seconds: float = 0.0
-    input_logprobs: list[Any] | None = None
     transfer: Transfer | None = None
 
 

@@ -26,6 +26,7 @@ DEADLINE: Final = "Infer-Deadline"
 
 CONTENT_TYPE: Final = "Content-Type"
 TRACEPARENT: Final = "traceparent"
+"""W3C trace context: reserved, workers do not read it yet."""
 
 STATUS: Final = "Infer-Status"
 """On the end mark and on results: see `Status`."""
@@ -88,6 +89,12 @@ class Continuation(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"{self.attempt}:{self.chunks}"
+
+
+def number(headers: Mapping[str, str] | None, name: str) -> int | None:
+    """A count or a sequence in a header; None where it is missing or is no number of at most 18 digits."""
+    text = (headers or {}).get(name, "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
 
 
 def parse_continues(headers: Mapping[str, str] | None) -> Continuation | None:

@@ -63,8 +63,5 @@ GRAMMAR_CHARS: Final = 262_144
 WARNINGS: Final = 16
 """Most warnings named in one answer; the rest are counted."""
 
-HEADROOM_BYTES: Final = 4096
-"""Kept free of the server's `max_payload` for headers and the subject, which the server counts too."""
-
 DEADLINE_SECONDS: Final = 30 * 24 * 3600
 """Furthest deadline from now."""

@@ -177,11 +177,6 @@ class WorkerSettings(_Section, frozen=True, kw_only=True):
     ] = None
     metrics_host: Annotated[str, Meta(description="Address to serve them on.")] = "0.0.0.0"  # noqa: S104
 
-    @property
-    def heartbeat(self) -> float:
-        """Seconds between signs of life for a held job: at most a third of the ack wait (trial A1)."""
-        return self.ack_wait / 3
-
     def problems(self) -> Iterator[tuple[str, str]]:
         """Unknown classes, and reply prefixes that are none."""
         if unknown := sorted(set(self.classes) - set(CLASSES)):

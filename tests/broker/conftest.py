@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from inferbus.workers.bus.connection import Bus
-from inferbus.workers.bus.streams import provision
+from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.jetstream.provision import provision
 from inferbus.workers.config import BusSettings, StreamSettings
 from inferbus.workers.stack.server import NatsServer
 

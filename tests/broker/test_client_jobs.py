@@ -20,9 +20,10 @@ from inferbus.schemas.errors import (
     PayloadTooLarge,
 )
 from inferbus.schemas.fleet import BUCKET, Load, WorkerInfo
-from inferbus.workers.bus import layout
-from inferbus.workers.bus.message import Message
-from inferbus.workers.bus.streams import provision
+from inferbus.workers.bus.connection.message import Message
+from inferbus.workers.bus.jetstream import layout
+from inferbus.workers.bus.jetstream.client import JetStream
+from inferbus.workers.bus.jetstream.provision import provision
 from inferbus.workers.client import Client, Job, Restarted, TimedOut, durable, results, text
 from inferbus.workers.config import StreamSettings
 from inferbus.workers.stack.server import NatsServer
@@ -82,7 +83,7 @@ def lossy(client: Client, monkeypatch: pytest.MonkeyPatch, lose: Callable[[Messa
 async def test_a_job_is_stored_with_its_identity(client: Client) -> None:
     job = await client.submit("chat", "m", BODY, job_id="j", job_class="interactive", deadline=60)
     assert job == Job(id="j", owner="me", submission=1, duplicate=False)
-    stored = await client.bus.last(layout.JOBS, "infer.jobs.m.interactive.me.chat")
+    stored = await JetStream(client.bus).last(layout.JOBS, "infer.jobs.m.interactive.me.chat")
     assert stored is not None
     assert json.loads(stored.data) == BODY | {"stream_options": {"include_usage": True}}
     assert stored.headers["Infer-Job-Id"] == "j"
@@ -92,7 +93,7 @@ async def test_a_job_is_stored_with_its_identity(client: Client) -> None:
 
 async def test_a_job_that_wants_no_chunks_says_so(client: Client) -> None:
     await client.submit("tokens", "m", {"token_ids": [1]}, stream=False)
-    stored = await client.bus.last(layout.JOBS, "infer.jobs.m.batch.me.tokens")
+    stored = await JetStream(client.bus).last(layout.JOBS, "infer.jobs.m.batch.me.tokens")
     assert stored is not None
     assert json.loads(stored.data) == {"token_ids": [1], "stream": False}
 
@@ -272,7 +273,7 @@ async def test_a_cancel_names_the_submission_it_aims_at(client: Client, worker: 
     assert (await worker.cancel()).headers["Infer-Submission"] == str(job.submission)
     await client.cancel("j")
     assert "Infer-Submission" not in ((await worker.cancel()).headers or {})
-    assert await client.bus.last(layout.CANCEL, "infer.cancel.me.j") is not None
+    assert await JetStream(client.bus).last(layout.CANCEL, "infer.cancel.me.j") is not None
 
 
 async def test_cancelling_a_stream_cancels_its_job(client: Client, worker: Responder) -> None:
@@ -333,8 +334,8 @@ async def test_workers_are_listed_and_models_with_someone_ready(client: Client) 
     infos = [info("b", "m"), info("a", "m", role="prefill", kinds=[]), info("c", "n", state="failed")]
     for each in infos:
         key = f"$KV.{BUCKET}.{each.model}.{each.worker}"
-        await client.bus.store(key, codec.encode(each))
-    await client.bus.store(f"$KV.{BUCKET}.n.gone", b"", {"KV-Operation": "DEL"})
+        await JetStream(client.bus).store(key, codec.encode(each))
+    await JetStream(client.bus).store(f"$KV.{BUCKET}.n.gone", b"", {"KV-Operation": "DEL"})
     assert [(w.worker, w.state) for w in await client.workers()] == [
         ("b", "ready"),
         ("a", "ready"),
@@ -384,8 +385,8 @@ async def test_a_job_whose_acknowledgement_was_lost_is_stored_once(
 ) -> None:
     request, lost = client.bus.request, list[Message]()
 
-    async def requesting(subject: str, *arguments: Any) -> Message:
-        answer = await request(subject, *arguments)
+    async def requesting(*arguments: Any, **options: Any) -> Message:
+        answer = await request(*arguments, **options)
         if not lost:
             lost.append(answer)
             raise BusUnavailable("no answer")

@@ -212,7 +212,7 @@ async def test_nothing_is_left_of_streams_that_have_ended(client: Client, worker
                 await stream.answer()
         else:
             await stream.aclose()
-    assert len(client.bus._inboxes) == 0
+    assert client.bus.open_inboxes == 0
 
 
 async def test_a_finished_stream_is_not_cancelled_when_it_is_left(client: Client, worker: Responder) -> None:
@@ -267,7 +267,7 @@ async def test_the_timeout_is_for_silence_not_for_the_whole(client: Client, work
 async def test_a_request_over_the_servers_limit_is_refused_at_once(client: Client, worker: Responder) -> None:
     with pytest.raises(PayloadTooLarge):
         client.complete("m", "x" * (client.bus.max_payload + 1))
-    assert len(client.bus._inboxes) == 0
+    assert client.bus.open_inboxes == 0
     stream = client.chat("m", HELLO)
     await worker.answer((await worker.request()).reply, "still here")
     assert await stream.answer() == chat_answer("still here")

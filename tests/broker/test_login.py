@@ -12,8 +12,8 @@ import nkeys
 import pytest
 
 from inferbus.schemas.errors import BusUnavailable
-from inferbus.workers.bus import natspy
-from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.connection import natspy
+from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.config import BusSettings
 from inferbus.workers.stack.server import NatsServer
 from tests.support.eventually import eventually

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from inferbus.schemas.errors import BusUnavailable, InvalidSubject, Overloaded
-from inferbus.workers.bus import browse, layout
-from inferbus.workers.bus.connection import Bus
-from inferbus.workers.bus.jetstream import api
-from inferbus.workers.bus.pull import JobQueue
-from inferbus.workers.bus.streams import job_consumers, job_queue, provision
+from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.jetstream import client, layout
+from inferbus.workers.bus.jetstream.client import JetStream
+from inferbus.workers.bus.jetstream.provision import ensure_consumer, provision
+from inferbus.workers.bus.queue.consumers import job_consumers, job_queue
+from inferbus.workers.bus.queue.job_queue import JobQueue
 from inferbus.workers.cli import main
 from inferbus.workers.client import Client
 from inferbus.workers.client.operator import Operator
@@ -55,15 +56,11 @@ async def bury(
         "Nats-Msg-Id": f"dead-{job}",
         **(more or {}),
     }
-    sequence = await bus.store(f"infer.dead.{model}.tokens", BODY, headers)
-    assert sequence is not None
-    return sequence
+    return (await JetStream(bus).store(f"infer.dead.{model}.tokens", BODY, headers)).sequence
 
 
 async def submit(bus: Bus, job: str, subject: str = SUBJECT) -> int:
-    sequence = await bus.store(subject, BODY, {"Infer-Job-Id": job})
-    assert sequence is not None
-    return sequence
+    return (await JetStream(bus).store(subject, BODY, {"Infer-Job-Id": job})).sequence
 
 
 async def names(operator: Operator, **of: Any) -> list[str | None]:
@@ -134,7 +131,7 @@ async def test_letters_are_listed_by_model_and_over_many_pages(streams: Bus, ope
 
 
 async def test_a_letter_that_is_nonsense_is_listed_all_the_same(streams: Bus, operator: Operator) -> None:
-    await streams.store("infer.dead.m.tokens", b"", {"Infer-Attempt": "many"})
+    await JetStream(streams).store("infer.dead.m.tokens", b"", {"Infer-Attempt": "many"})
     [letter] = [letter async for letter in operator.letters()]
     assert (letter.model, letter.kind, letter.job, letter.attempts) == ("m", "tokens", None, None)
     with pytest.raises(InvalidSubject, match="dead letter 1"):
@@ -148,7 +145,7 @@ async def test_replaying_queues_the_job_as_it_was_submitted(streams: Bus, operat
     assert done is not None
     assert (done.letter, done.before) == (first, False)
     assert (done.job.id, done.job.owner) == ("j", "acme")
-    job = await streams.last(layout.JOBS, SUBJECT)
+    job = await JetStream(streams).last(layout.JOBS, SUBJECT)
     assert job is not None
     assert (job.sequence, job.data) == (done.job.submission, BODY)
     found = dict(job.headers)
@@ -161,7 +158,7 @@ async def test_a_replay_may_leave_the_deadline_behind(streams: Bus, operator: Op
     await operator.replay(
         await bury(streams, "j", more={"Infer-Deadline": "2020-01-01T00:00:00Z"}), deadline=False
     )
-    job = await streams.last(layout.JOBS, SUBJECT)
+    job = await JetStream(streams).last(layout.JOBS, SUBJECT)
     assert job is not None
     assert "Infer-Deadline" not in job.headers
 
@@ -211,7 +208,7 @@ async def test_a_letter_cannot_make_an_operator_publish_elsewhere(
 
 async def test_a_full_queue_leaves_the_letter_where_it_is(bus: Bus) -> None:
     await provision(bus, StreamSettings(jobs_max_bytes=MIB))
-    await bus.store(SUBJECT, b"x" * (MIB - 8192))
+    await JetStream(bus).store(SUBJECT, b"x" * (MIB - 8192))
     sequence = await bury(bus, "j", more={"traceparent": "x" * 8192})
     with pytest.raises(Overloaded, match="the queue is full: maximum bytes exceeded"):
         await Operator(bus).replay(sequence)
@@ -222,7 +219,7 @@ async def test_letters_that_are_written_meanwhile_are_left_for_the_next_time(
     streams: Bus, operator: Operator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a job that dies at once would be replayed for ever."""
-    monkeypatch.setattr(browse, "PAGE", 1)
+    monkeypatch.setattr(client, "PAGE", 1)
     for job in ("first", "second"):
         await bury(streams, job)
     seen = []
@@ -287,7 +284,7 @@ async def test_jobs_are_listed_by_model_class_and_owner_and_no_more_than_asked_f
 
 async def test_large_jobs_are_listed_page_by_page(streams: Bus, operator: Operator) -> None:
     for number in range(12):
-        await streams.store(SUBJECT, b"x" * (MIB * 3 // 4), {"Infer-Job-Id": f"j{number}"})
+        await JetStream(streams).store(SUBJECT, b"x" * (MIB * 3 // 4), {"Infer-Job-Id": f"j{number}"})
     assert ids(await operator.jobs()) == [f"j{number}" for number in range(12)]
 
 
@@ -297,16 +294,16 @@ async def test_a_stream_that_somebody_made_without_direct_access_can_be_read_too
     config = next(
         each for each in layout.stream_configs(bus.subjects, StreamSettings()) if each["name"] == layout.JOBS
     )
-    await api(bus, f"STREAM.CREATE.{layout.JOBS}", config | {"allow_direct": False})
+    await JetStream(bus).call(f"STREAM.CREATE.{layout.JOBS}", config | {"allow_direct": False})
     for job in ("a", "b", "c"):
         await submit(bus, job)
     assert ids(await Operator(bus).jobs()) == ["a", "b", "c"]
 
 
 async def test_a_job_is_named_as_its_worker_names_it(streams: Bus, operator: Operator) -> None:
-    await streams.store(SUBJECT, BODY, {"Nats-Msg-Id": "by-message-id"})
-    sequence = await streams.store(SUBJECT, BODY, {"Infer-Job-Id": "x" * 200})
-    assert ids(await operator.jobs()) == ["by-message-id", str(sequence)]
+    await JetStream(streams).store(SUBJECT, BODY, {"Nats-Msg-Id": "by-message-id"})
+    ack = await JetStream(streams).store(SUBJECT, BODY, {"Infer-Job-Id": "x" * 200})
+    assert ids(await operator.jobs()) == ["by-message-id", str(ack.sequence)]
 
 
 async def test_a_report_of_a_job_tells_where_it_is(streams: Bus, operator: Operator, queue: JobQueue) -> None:
@@ -317,7 +314,7 @@ async def test_a_report_of_a_job_tells_where_it_is(streams: Bus, operator: Opera
     assert (report.result, report.cancel, report.letters, report.attempts) == (None, None, [], None)
     await queue.take()
     chunk = {"Infer-Submission": str(first), "Infer-Attempt": "2"}
-    await streams.store("infer.stream.acme.j", b"{}", chunk)
+    await JetStream(streams).store("infer.stream.acme.j", b"{}", chunk)
     await operator.cancel("acme", "j")
     report = await operator.job("acme", "j")
     assert [each.taken for each in report.queued] == [True]
@@ -330,7 +327,7 @@ async def test_a_report_of_a_job_tells_where_it_is(streams: Bus, operator: Opera
 async def test_attempts_at_an_older_submission_do_not_count(streams: Bus, operator: Operator) -> None:
     older = {"Infer-Submission": "1", "Infer-Attempt": "4", "Infer-Status": "error"}
     failed = b'{"error": {"code": "engine_failed", "message": "x"}, "job": "j", "attempt": 4}'
-    await streams.store("infer.results.acme.j", failed, older)
+    await JetStream(streams).store("infer.results.acme.j", failed, older)
     report = await operator.job("acme", "j")
     assert report.attempts == 4
     assert report.result is not None
@@ -414,7 +411,7 @@ CALLS: Mapping[str, Callable[[Operator], Awaitable[Any]]] = {
 async def test_every_call_says_which_permission_it_lacks(tmp_path: Path, subject: str) -> None:
     async with denying(tmp_path, subject) as (bus, some):
         await bury(bus, "j")
-        await job_consumers(bus, "m", ["batch"], ack_wait=30, max_deliver=-1)
+        await job_consumers(bus, "m", ["batch"], ack_wait=30)
         with pytest.raises(BusUnavailable) as refused:
             await CALLS[subject](Operator(some))
         assert "not permitted to publish to" in refused.value.message
@@ -453,10 +450,10 @@ async def test_streams_that_nobody_made_are_told(bus: Bus) -> None:
 
 
 async def test_what_is_weaker_is_told_and_raised_on_demand(streams: Bus, operator: Operator) -> None:
-    await job_consumers(streams, "m", ["batch"], ack_wait=5, max_deliver=3)
+    consumer = layout.job_consumer(streams.subjects, "m", "batch", ack_wait=5)
+    await ensure_consumer(streams, layout.JOBS, consumer | {"max_deliver": 3})
     await submit(streams, "j")
-    await api(
-        streams,
+    await JetStream(streams).call(
         "CONSUMER.CREATE.INFER_RESULTS.mine",
         {"stream_name": "INFER_RESULTS", "config": {"durable_name": "mine", "ack_policy": "explicit"}},
     )
@@ -476,7 +473,7 @@ async def test_what_is_weaker_is_told_and_raised_on_demand(streams: Bus, operato
 
 
 async def test_adopting_does_not_end_a_pause(streams: Bus, operator: Operator) -> None:
-    await job_consumers(streams, "m", ["batch"], ack_wait=5, max_deliver=-1)
+    await job_consumers(streams, "m", ["batch"], ack_wait=5)
     await operator.pause("m")
     await operator.adopt(Settings())
     [batch] = await operator.queues()
@@ -486,12 +483,14 @@ async def test_adopting_does_not_end_a_pause(streams: Bus, operator: Operator) -
 async def test_another_prefix_is_followed(connect: Connect) -> None:
     bus = await connect(prefix="acme.llm")
     await provision(bus, StreamSettings())
-    await job_consumers(bus, "m", ["batch"], ack_wait=30, max_deliver=-1)
+    await job_consumers(bus, "m", ["batch"], ack_wait=30)
     subject = "acme.llm.jobs.m.batch.o.tokens"
     await submit(bus, "j", subject)
     operator = Operator(bus)
     assert ids(await operator.jobs(model="m")) == ["j"]
-    await bus.store("acme.llm.dead.m.tokens", BODY, {"Infer-Subject": subject, "Infer-Job-Id": "k"})
+    await JetStream(bus).store(
+        "acme.llm.dead.m.tokens", BODY, {"Infer-Subject": subject, "Infer-Job-Id": "k"}
+    )
     done = await operator.replay(1)
     assert done is not None
     assert ids(await operator.jobs()) == ["j", "k"]
@@ -643,7 +642,7 @@ async def test_commands_tell_how_it_went(streams: Bus, run: Run) -> None:
 async def test_streams_are_shown_and_adopted(bus: Bus, run: Run) -> None:
     code, out, err = await run("streams")
     assert code == 1
-    assert out.count("missing") == 7
+    assert out.count("missing") == 6
     assert "--adopt" in err
     code, out, err = await run("streams", "--adopt")
     assert (code, err) == (0, "")

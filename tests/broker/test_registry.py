@@ -12,11 +12,12 @@ import pytest
 
 from inferbus.schemas import fleet
 from inferbus.schemas.fleet import Load, WorkerInfo
-from inferbus.workers.bus import layout
-from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.bus.errors import ApiError
-from inferbus.workers.bus.message import Message
-from inferbus.workers.bus.registry import Registry, Roster
+from inferbus.workers.bus.fleet.registry import Registry, Roster, entry_subject
+from inferbus.workers.bus.jetstream import layout
+from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.config import WorkerSettings
 from inferbus.workers.stack.server import NatsServer
 from tests.broker.conftest import Connect
@@ -140,7 +141,7 @@ async def test_a_worker_that_was_dropped_is_back_with_its_next_announcement(stre
 async def test_the_bucket_forgets_a_worker_that_falls_silent(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from inferbus.workers.bus.streams import provision
+    from inferbus.workers.bus.jetstream.provision import provision
     from inferbus.workers.config import StreamSettings
 
     monkeypatch.setattr(layout, "ANNOUNCE_TTL", 1.0)
@@ -148,7 +149,7 @@ async def test_the_bucket_forgets_a_worker_that_falls_silent(
     await Registry.announce_once(bus, info("silent"))
 
     async def gone() -> bool:
-        return not await bus.read(layout.WORKERS, f"$KV.{fleet.BUCKET}.*.*")
+        return not await JetStream(bus).read(layout.WORKERS, f"$KV.{fleet.BUCKET}.*.*")
 
     assert not await gone()
     await eventually(gone)
@@ -183,7 +184,8 @@ async def test_after_a_crash_of_the_server_everybody_is_seen_again(
     await registry.wait_for(lambda workers: len(workers) == 2, timeout=5)
     await server.kill()
     await eventually(lambda: not streams.connected)
-    registry.roster._entries.clear()
+    for each in registry.workers():
+        registry.drop(each)
     await server.restart()
     await registry.wait_for(lambda workers: len(workers) == 2, timeout=10)
 
@@ -192,10 +194,13 @@ async def test_what_is_not_an_announcement_is_left_out(streams: Bus, join: Join)
     registry = await join("w1")
     streams.send(f"$KV.{fleet.BUCKET}.meta=2Fllama.stranger", b"not json")
     streams.send(f"$KV.{fleet.BUCKET}.meta=2Fllama.newer", msgspec.json.encode({"worker": 1}))
+    streams.send(f"$KV.{fleet.BUCKET}.meta=2Fllama.bytes", b'{"worker": "\xff"}')
     await streams.flush()
     await streams.flush()
     assert names(registry) == ["w1"]
     assert streams.callback_errors == 0
+    async with Roster(streams) as late:
+        assert names(late) == ["w1"]
 
 
 async def test_a_load_that_cannot_be_told_does_not_silence_a_worker(streams: Bus) -> None:
@@ -205,7 +210,7 @@ async def test_a_load_that_cannot_be_told_does_not_silence_a_worker(streams: Bus
     settings = WorkerSettings(announce_interval=0.1)
     async with Registry(streams, info("w1"), settings=settings, load=load), Roster(streams) as roster:
         heard: list[Message] = []
-        await streams.subscribe(f"$KV.{fleet.BUCKET}.>", heard.append)
+        await streams.subscribe(entry_subject(), heard.append)
         await eventually(lambda: len(heard) >= 3)
         assert names(roster) == ["w1"]
 

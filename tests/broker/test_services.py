@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from inferbus.workers.bus.connection import Bus
-from inferbus.workers.bus.message import Message
-from inferbus.workers.bus.services import Endpoint, Service
+from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.connection.message import Message
+from inferbus.workers.bus.fleet.services import Endpoint, Service
 from tests.broker.conftest import Connect
 from tests.support.eventually import eventually
 
@@ -34,7 +34,6 @@ async def service(bus: Bus) -> AsyncIterator[Service]:
         description="Decodes.",
         metadata=METADATA,
         endpoints=endpoints,
-        data=lambda endpoint: {"busy": 3} if endpoint.name == "jobs" else None,
         now=lambda: STARTED,
     ) as service:
         yield service
@@ -108,7 +107,7 @@ async def test_stats(service: Service, connect: Connect) -> None:
                 "last_error": "",
                 "processing_time": 0,
                 "average_processing_time": 0,
-                "data": {"busy": 3},
+                "data": {},
             },
         ],
     }
@@ -151,7 +150,7 @@ async def test_nobody_can_make_a_worker_publish_elsewhere(
 
 
 async def test_the_requests_headers_are_not_sent_back(service: Service, connect: Connect) -> None:
-    """nats-py's own services do (facts 4.13)."""
+    """nats-py's own services do."""
     bus = await connect()
     answer = await bus.request("$SRV.PING", headers={"Secret": "s"})
     assert dict(answer.headers) == {}

@@ -10,11 +10,12 @@ import pytest
 
 from inferbus.schemas.errors import BusUnavailable
 from inferbus.schemas.subjects import Subjects
-from inferbus.workers.bus import layout
-from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.errors import ApiError, NotPermitted, ProvisionError
-from inferbus.workers.bus.jetstream import api
-from inferbus.workers.bus.streams import job_consumers, job_queue, provision
+from inferbus.workers.bus.jetstream import layout
+from inferbus.workers.bus.jetstream.client import JetStream
+from inferbus.workers.bus.jetstream.provision import ensure_consumer, provision
+from inferbus.workers.bus.queue.consumers import job_consumers, job_queue
 from inferbus.workers.config import MIB, BusSettings, StreamSettings, WorkerSettings
 from inferbus.workers.stack.server import NatsServer
 from tests.broker.conftest import Connect
@@ -22,13 +23,12 @@ from tests.support.eventually import eventually
 
 
 async def config(bus: Bus, stream: str) -> dict[str, Any]:
-    return dict((await api(bus, f"STREAM.INFO.{stream}"))["config"])
+    return dict((await JetStream(bus).call(f"STREAM.INFO.{stream}"))["config"])
 
 
 async def test_every_stream_of_the_contract_is_made(streams: Bus) -> None:
-    names = (await api(streams, "STREAM.NAMES"))["streams"]
+    names = (await JetStream(streams).call("STREAM.NAMES"))["streams"]
     assert sorted(names) == [
-        "INFER_ADVISORIES",
         "INFER_CANCEL",
         "INFER_DEAD",
         "INFER_JOBS",
@@ -109,26 +109,28 @@ async def test_a_stream_of_somebody_else_is_not_taken_over(
 ) -> None:
     """`discard: old`, the server's default, would drop the oldest jobs without a word."""
     ours = next(each for each in layout.stream_configs(bus.subjects, StreamSettings()))
-    await api(bus, "STREAM.CREATE.INFER_JOBS", ours | there)
+    await JetStream(bus).call("STREAM.CREATE.INFER_JOBS", ours | there)
     with pytest.raises(ProvisionError, match=message):
         await provision(bus, StreamSettings())
 
 
 async def test_a_consumer_that_is_weaker_is_refused_and_can_be_adopted(streams: Bus) -> None:
-    await job_consumers(streams, "m", ["batch"], ack_wait=10, max_deliver=3)
-    with pytest.raises(ProvisionError, match="ack_wait is 10 s, wanted 30 s; max_deliver is 3, wanted 5"):
-        await job_consumers(streams, "m", ["batch"], ack_wait=30, max_deliver=5)
-    adopted = await job_consumers(streams, "m", ["batch"], ack_wait=30, max_deliver=5, adopt=True)
-    assert [(each.ack_wait, each.max_deliver) for each in adopted] == [(30, 5)]
-    kept = await job_consumers(streams, "m", ["batch"], ack_wait=5, max_deliver=2)
-    assert [(each.ack_wait, each.max_deliver) for each in kept] == [(30, 5)]
+    consumer = layout.job_consumer(streams.subjects, "m", "batch", ack_wait=10)
+    await ensure_consumer(streams, layout.JOBS, consumer | {"max_deliver": 3})
+    weaker = "ack_wait is 10 s, wanted 30 s; max_deliver is 3, wanted unlimited"
+    with pytest.raises(ProvisionError, match=weaker):
+        await job_consumers(streams, "m", ["batch"], ack_wait=30)
+    [adopted] = await job_consumers(streams, "m", ["batch"], ack_wait=30, adopt=True)
+    assert adopted.ack_wait == 30
+    [kept] = await job_consumers(streams, "m", ["batch"], ack_wait=5)
+    assert kept.ack_wait == 30
 
 
 async def test_model_names_of_any_length_and_spelling_have_consumers(streams: Bus) -> None:
     names = ["meta-llama/Llama 3.1", "模型" * 21, "x" * 128, "x" * 127 + "y", "a.b", "a-interactive", "a"]
     for name in names:
-        await job_consumers(streams, name, ["interactive", "batch"], ack_wait=30, max_deliver=5)
-    info = await api(streams, f"STREAM.INFO.{layout.JOBS}")
+        await job_consumers(streams, name, ["interactive", "batch"], ack_wait=30)
+    info = await JetStream(streams).call(f"STREAM.INFO.{layout.JOBS}")
     assert info["state"]["consumer_count"] == 2 * len(names)
 
 
@@ -176,22 +178,23 @@ async def test_chunks_and_workers_are_still_there_after_a_crash_of_the_server(
 ) -> None:
     """A stream in memory would be gone as a whole, and its job could not be continued."""
     for number in range(500):
-        await streams.store("infer.stream.o.j", b"%d" % number)
+        await JetStream(streams).store("infer.stream.o.j", b"%d" % number)
     await server.kill()
     await server.restart()
     await streams.until_connected()
 
     async def found() -> list[int]:
         try:
-            return [int(chunk.data) for chunk in await streams.read(layout.STREAM, "infer.stream.o.j")]
+            chunks = await JetStream(streams).read(layout.STREAM, "infer.stream.o.j")
         except BusUnavailable:
             return []
+        return [int(chunk.data) for chunk in chunks]
 
     kept = await eventually(found)
     # The last few may be lost, none before them.
     assert kept == list(range(len(kept)))
     assert len(kept) > 400
-    assert await streams.store("infer.stream.o.j", b"more") == len(kept) + 1
+    assert (await JetStream(streams).store("infer.stream.o.j", b"more")).sequence == len(kept) + 1
     assert (await config(streams, layout.WORKERS))["max_msgs_per_subject"] == 1
 
 
@@ -212,13 +215,13 @@ async def test_an_owner_has_no_more_open_jobs_than_it_may(streams: Bus, connect:
     subject, other = (streams.subjects.job("m", "batch", owner, "chat") for owner in ("o", "p"))
     queue = await job_queue(streams, "m", WorkerSettings())
     for _ in range(2):
-        await streams.store(subject, b"{}")
+        await JetStream(streams).store(subject, b"{}")
     with pytest.raises(ApiError, match="too many open jobs of this owner"):
-        await streams.store(subject, b"{}")
-    await streams.store(other, b"{}")
+        await JetStream(streams).store(subject, b"{}")
+    await JetStream(streams).store(other, b"{}")
     first = await queue.take()
     with pytest.raises(ApiError, match="too many open jobs of this owner"):
-        await streams.store(subject, b"{}")
+        await JetStream(streams).store(subject, b"{}")
     await first.ack()
-    await streams.store(subject, b"{}")
+    await JetStream(streams).store(subject, b"{}")
     await queue.stop()

@@ -116,7 +116,7 @@ async def test_a_greedy_request_gives_the_same_tokens_from_the_pair_from_one_eng
     assert len(bare) == 24
     assert sent[-1].finish is not None
     assert sent[-1].finish.reason == "length"
-    assert sent[-1].meta["prompt_tokens"] == len(prompt.token_ids)
+    assert sent[-1].prompt_tokens == len(prompt.token_ids)
     assert "".join(delta.text for delta in came) == "".join(delta.text for delta in one)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from inferbus.schemas.answers import TokenAnswer, TokenChunk
-from inferbus.workers.bus import layout
+from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.client import Client, JobStream, Restarted, WorkerLost, live, text
 from inferbus.workers.stack.server import NatsServer
 from tests.support.eventually import eventually

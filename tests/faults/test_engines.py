@@ -25,7 +25,7 @@ from nats.aio.msg import Msg
 from inferbus.schemas import codec, handoff
 from inferbus.schemas.fleet import Bootstrap, WorkerInfo
 from inferbus.schemas.subjects import Kind
-from inferbus.workers.bus.registry import DELETE, OPERATION, Registry, key
+from inferbus.workers.bus.fleet.registry import DELETE, OPERATION, Registry, key
 from inferbus.workers.engine.sglang.launch import ENGINE_DIED
 from inferbus.workers.pairing.picker import Picker
 from inferbus.workers.stack import models

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -469,3 +470,49 @@ async def test_streams_that_live_in_memory_are_made_again_when_their_server_rest
     await eventually(lambda: workers.info("w1"), within=20)
     await submit(nc, "j1")
     assert (await result(nc, "j1")).headers["Infer-Status"] == "ok"
+
+
+async def test_a_pair_with_an_inbox_prefix_of_its_own_needs_no_other_setting(
+    nc: Client, workers: Fleet
+) -> None:
+    for role in ("prefill", "decode"):
+        await workers.start(role, nats_inbox_prefix="_INBOX_fleet")
+    answer = await request(nc)
+    assert await answer.ended() == "ok"
+
+
+async def test_a_caller_with_another_inbox_prefix_gets_answers_from_the_services_api_too(
+    server: NatsServer, workers: Fleet
+) -> None:
+    worker = await workers.start("both", reply_prefix="_INBOX.,_REPLY.")
+    nc = await nats.connect(server.url, inbox_prefix=b"_REPLY")
+    try:
+        told = json.loads((await nc.request("$SRV.PING", timeout=10)).data)
+        assert told["id"] == worker.name
+    finally:
+        await nc.close()
+
+
+_EMBEDDED = """
+import os, signal, sys
+from pathlib import Path
+from inferbus.workers.config import Settings, resolve
+from inferbus.workers.roles import run
+def own(number, frame): pass
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, own)
+code = run("both", resolve(Settings, {}, os.environ), scripted=Path(sys.argv[1]))
+assert code == 0
+assert signal.getsignal(signal.SIGTERM) is signal.getsignal(signal.SIGINT) is own
+sys.exit(7)
+"""
+
+
+async def test_a_program_that_ran_a_worker_has_its_own_signal_handlers_back(
+    workers: Fleet, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.toml"
+    script.write_text("")
+    worker = await workers.spawn("embedded", [sys.executable, "-c", _EMBEDDED, str(script)])
+    await workers.ready(worker, within=30)
+    assert await stop(worker) == 7

@@ -7,7 +7,7 @@ from typing import Any
 from inferbus.schemas import headers
 from inferbus.schemas.answers import TokenAnswer, TokenChunk
 from inferbus.workers.bus.interface import Stored
-from inferbus.workers.bus.layout import RESULTS, STREAM
+from inferbus.workers.bus.jetstream.layout import RESULTS, STREAM
 from inferbus.workers.client.assembler import Assembler, Event, Restarted
 from inferbus.workers.client.jobs import Job
 from inferbus.workers.client.messages import read, read_result, submission

@@ -9,9 +9,9 @@ from typing import Final
 
 from inferbus.schemas.errors import BusUnavailable, Draining
 from inferbus.schemas.subjects import JobClass
-from inferbus.workers.bus.delivery import ACK_TIMEOUT, ACK_TRIES, FORGOTTEN, SUSPECT
-from inferbus.workers.bus.fairness import Fair
 from inferbus.workers.bus.interface import Stored
+from inferbus.workers.bus.queue.delivery import ACK_TIMEOUT, ACK_TRIES, FORGOTTEN, SUSPECT
+from inferbus.workers.bus.queue.fairness import Fair
 from tests.support.simulated import Connection
 
 PROBE: Final = 1.0
@@ -128,7 +128,7 @@ class Heartbeats:
 
 
 class SimulatedQueue:
-    """Where a worker's jobs come from: `roles.intake.Queue` by the rules of `bus.pull`."""
+    """Where a worker's jobs come from: `roles.intake.JobSource` by the rules of `bus.pull`."""
 
     def __init__(self, connection: Connection, signs: Heartbeats, weights: Mapping[JobClass, int]) -> None:
         self._connection = connection

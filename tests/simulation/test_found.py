@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from inferbus.schemas.errors import BusUnavailable
-from inferbus.workers.bus.delivery import ACK_TRIES, AckSubject, Heartbeats, NatsDelivery
-from inferbus.workers.bus.message import Message
+from inferbus.workers.bus.connection.message import Message
+from inferbus.workers.bus.queue.delivery import ACK_TRIES, AckSubject, Heartbeats, NatsDelivery
 from tests.simulation.plans import Away, CancelJob, Cut, Drain, Plan, Stall, Submit, Wait
 from tests.support.virtual import EPOCH
 

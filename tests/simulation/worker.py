@@ -1,10 +1,10 @@
-"""One worker process: the product's own objects, put together as `inferbus.workers.roles.decode` does it."""
+"""One worker process: the product's own objects, put together as `inferbus.workers.roles.wiring` does it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final
@@ -15,12 +15,12 @@ from inferbus.schemas.subjects import JobClass
 from inferbus.workers.bus.interface import Delivery
 from inferbus.workers.engine.interface import Delta, Leg
 from inferbus.workers.engine.scripted import ScriptedEngine
-from inferbus.workers.jobs.attempt import Attempts, Work
 from inferbus.workers.jobs.cancel import Cancels
 from inferbus.workers.jobs.delivery import Deliveries
-from inferbus.workers.jobs.reply import Served
 from inferbus.workers.jobs.retry import RetryPolicy
-from inferbus.workers.pairing.legs import Alone
+from inferbus.workers.jobs.runner import AttemptRunner, Work
+from inferbus.workers.jobs.settings import JobSettings
+from inferbus.workers.pairing.legs import Alone, RunningLeg
 from inferbus.workers.roles.answering import Answering
 from inferbus.workers.roles.intake import JobIntake, Tasks
 from inferbus.workers.roles.program import finished_within
@@ -84,21 +84,17 @@ class Worker:
         self.engine = ScriptedEngine(script(number), now=lambda: world.time.now, identity=lambda: self.name)
         self._alone = Alone(self.engine)
         self._answer = Answering(self.engine, self._run)
-        self.attempts = Attempts(self.connection, self._begin, worker=self.name, now=world.time.wall)
-        self._cancels = cancels = Cancels(self.connection, self.attempts.scopes, SUBJECTS)
-        self.connection.on_cancel = cancels.arrived
-        self.connection.listeners.append(self._connection_changed)
-        self.deliveries = _Watched(
-            self.connection,
-            self.attempts,
-            cancels,
+        settings = JobSettings(
+            worker=self.name,
             subjects=SUBJECTS,
             policy=RetryPolicy(attempts=world.attempts, jitter=0.0),
-            replies=("_INBOX.",),
-            worker=self.name,
             window=world.server.window,
-            clock=self.loop.time,
         )
+        self.runner = AttemptRunner(self.connection, self._begin, settings, now=world.time.wall)
+        self._cancels = cancels = Cancels(self.connection, self.runner.scopes, SUBJECTS)
+        self.connection.on_cancel = cancels.arrived
+        self.connection.listeners.append(self._connection_changed)
+        self.deliveries = _Watched(self.connection, self.runner, cancels, settings, clock=self.loop.time)
         self.deliveries.open = set()
         self.signs = Heartbeats(self.connection, ack_wait=world.server.ack_wait)
         self.queue = SimulatedQueue(self.connection, self.signs, WEIGHTS)
@@ -144,12 +140,12 @@ class Worker:
         self.loop.end()
 
     async def _drain(self, grace: float) -> None:
-        """As `inferbus.workers.roles.decode.Decode.drain`."""
+        """As `inferbus.workers.roles.decode.DecodeProgram.drain`."""
         await self.intake.drain()
         await self._running[0]
         if not await finished_within(self.tasks.settled(), grace=grace, hurry=self.hurry):
             self.over = self.world.time.now
-            self.attempts.scopes.end_all(Draining("this worker is shutting down"))
+            self.runner.scopes.end_all(Draining("this worker is shutting down"))
             await self.tasks.settled()
         self.connection.listeners.remove(self._connection_changed)
         await self.tasks.settled()
@@ -164,7 +160,7 @@ class Worker:
             self._end(lost=False)
 
     def _connection_changed(self, up: bool) -> None:
-        """As `inferbus.workers.roles.decode.Decode`."""
+        """As `inferbus.workers.roles.decode.DecodeProgram`."""
         if up:
             self.tasks.start(self._cancels.catch_up())
 
@@ -172,15 +168,19 @@ class Worker:
         self.world.began(self, work)
         return await self._answer(work)
 
-    async def _run(self, leg: Leg, job: str, served: Served) -> AsyncGenerator[Delta, None]:
-        told = 0
-        async with aclosing(self._alone(leg, job, served)) as deltas:
-            async for delta in deltas:
-                if leg.options.get("user") == KILLER and told == KILLS_AFTER:
-                    self.world.time.at(self.world.time.now, lambda: self.world.killed(self))
-                    await asyncio.Event().wait()
-                told += 1
-                yield delta
+    @contextlib.asynccontextmanager
+    async def _run(self, leg: Leg, job: str) -> AsyncIterator[RunningLeg]:
+        async with self._alone(leg, job) as running, aclosing(self._killing(leg, running.deltas)) as deltas:
+            yield RunningLeg(deltas=deltas)
+
+    async def _killing(self, leg: Leg, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
+        count = 0
+        async for delta in deltas:
+            if leg.options.get("user") == KILLER and count == KILLS_AFTER:
+                self.world.time.at(self.world.time.now, lambda: self.world.killed(self))
+                await asyncio.Event().wait()
+            count += 1
+            yield delta
 
     def _sending(self, subject: str, data: bytes, found: Mapping[str, str]) -> None:
         """Whatever is said of a job must be said by one who has it, as far as he can know."""

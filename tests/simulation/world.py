@@ -14,12 +14,12 @@ import structlog
 from inferbus.schemas import codec, headers
 from inferbus.schemas.errors import PayloadTooLarge
 from inferbus.schemas.subjects import JobClass, JobKey
-from inferbus.workers.bus.frames import publish_frame
+from inferbus.workers.bus.connection.frames import publish_frame
 from inferbus.workers.bus.interface import Stored
-from inferbus.workers.bus.layout import DEAD, JOBS, RESULTS
+from inferbus.workers.bus.jetstream.layout import DEAD, JOBS, RESULTS
 from inferbus.workers.client.messages import read_result
-from inferbus.workers.jobs.attempt import Work
 from inferbus.workers.jobs.quarantine import LAST_ATTEMPTS
+from inferbus.workers.jobs.runner import Work
 from tests.simulation.jobs import SHAPES, Cancel, Submission, request
 from tests.simulation.reader import Reader, agrees, told
 from tests.simulation.worker import HANDLED, Worker
@@ -195,9 +195,9 @@ class World:
 
     def began(self, worker: Worker, work: Work) -> None:
         """An attempt reached the engine."""
-        number, attempt = work.job.submission or 0, work.job.attempt
+        number, attempt = work.attempt.submission or 0, work.attempt.number
         job = self.submissions[number]
-        self.note(f"{worker.name} begins {number} attempt {attempt}, points {len(work.points)}")
+        self.note(f"{worker.name} begins {number} attempt {attempt}, points {len(work.resume_points)}")
         self.runs[number] += 1
         if number in self.repeats:
             self.wrong(f"{worker.name} begins {number}, which is {self.repeats[number]} handed in once more")
@@ -218,7 +218,7 @@ class World:
         """Nothing may be left at a worker that has nothing to do."""
         left = {
             "slots": worker.slots.busy,
-            "scopes": len(worker.attempts.scopes),
+            "scopes": len(worker.runner.scopes),
             "tasks": len(worker.tasks),
             "legs": worker.engine.running,
             "deliveries": len(worker.deliveries.open),

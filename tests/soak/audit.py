@@ -13,9 +13,9 @@ from inferbus.schemas import headers
 from inferbus.schemas.errors import CallerError, InferbusError
 from inferbus.schemas.headers import Status
 from inferbus.schemas.subjects import JobKey
-from inferbus.workers.bus import browse, layout
-from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.interface import Stored
+from inferbus.workers.bus.jetstream import browse, layout
 from inferbus.workers.client.messages import Result, read_result
 from tests.soak.fleet import Fleet
 from tests.soak.jobs import ATTEMPTS, BROKEN, ENDS, POISON, End

@@ -14,8 +14,8 @@ import msgspec
 from rich.console import Console
 
 from inferbus.schemas.errors import BusUnavailable
-from inferbus.workers.bus import browse, layout
-from inferbus.workers.bus.streams import provision
+from inferbus.workers.bus.jetstream import browse, layout
+from inferbus.workers.bus.jetstream.provision import provision
 from inferbus.workers.client import Client
 from inferbus.workers.config import StreamSettings
 from tests.soak import report

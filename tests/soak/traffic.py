@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from inferbus.schemas import codec
 from inferbus.schemas.errors import BusUnavailable, InferbusError
-from inferbus.workers.bus import browse, layout
+from inferbus.workers.bus.jetstream import browse, layout
 from inferbus.workers.client import Client, Job
 from tests.soak.jobs import BROKEN, MODEL, OWNERS, POISON, Order, Orders
 from tests.soak.ledger import Ledger, Reading, Submission

@@ -121,8 +121,8 @@ class EngineSuite:
     async def test_every_token_comes_once_and_is_counted_once(self, engine: Engine) -> None:
         deltas = await leg_of(engine, PROMPT, max_new_tokens=100)
         assert len(ids(deltas)) == 100
-        assert deltas[-1].meta["completion_tokens"] == 100
-        assert deltas[-1].meta["prompt_tokens"] == len(PROMPT)
+        assert deltas[-1].completion_tokens == 100
+        assert deltas[-1].prompt_tokens == len(PROMPT)
 
     async def test_only_the_last_delta_has_a_finish(self, engine: Engine) -> None:
         deltas = await leg_of(engine, PROMPT, max_new_tokens=8)

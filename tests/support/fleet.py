@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from inferbus.schemas.fleet import Role, WorkerInfo
-from inferbus.workers.bus.connection import Bus
-from inferbus.workers.bus.registry import Roster
-from inferbus.workers.bus.streams import provision
+from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.fleet.registry import Roster
+from inferbus.workers.bus.jetstream.provision import provision
 from inferbus.workers.config import BusSettings, StreamSettings
 from inferbus.workers.stack.processes import Child, Children, spawn
 from inferbus.workers.stack.server import NatsServer

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from inferbus.schemas.errors import BusUnavailable
 from inferbus.schemas.headers import MSG_ID
-from inferbus.workers.bus.interface import Stored
+from inferbus.workers.bus.interface import PubAck, Stored
 
 EPOCH = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 
@@ -59,7 +59,7 @@ class MemoryBroker:
         headers: Mapping[str, str] | None = None,
         *,
         expect: int | None = None,
-    ) -> int | None:
+    ) -> PubAck | None:
         self._check()
         stream = self._stream(subject)
         if stream is None:
@@ -68,13 +68,13 @@ class MemoryBroker:
         named = (headers or {}).get(MSG_ID)
         for message in messages:
             if named and message.headers.get(MSG_ID) == named:
-                return message.sequence
+                return PubAck(stream=stream, sequence=message.sequence, duplicate=True)
         newest = max((m.sequence for m in messages if m.subject == subject), default=0)
         if expect is not None and newest != expect:
             return None
         sequence = len(messages) + 1
         messages.append(self._message(subject, data, headers, sequence))
-        return sequence
+        return PubAck(stream=stream, sequence=sequence)
 
     async def last(self, stream: str, subject: str) -> Stored | None:
         self._check()
@@ -116,6 +116,3 @@ class MemoryDelivery:
 
     async def term(self, reason: str) -> None:
         self.ended.append(("term", reason))
-
-    async def progress(self) -> None:
-        self.ended.append(("progress", None))

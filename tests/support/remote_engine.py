@@ -192,7 +192,7 @@ class RemotePrompt:
 
 
 class RemoteAnswer:
-    """`Answer` that is formatted in the engine's process."""
+    """`AnswerFormatter` that is formatted in the engine's process."""
 
     def __init__(self, engine: RemoteEngine, prompt: int) -> None:
         self._engine = engine

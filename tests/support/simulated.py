@@ -18,14 +18,14 @@ import msgspec
 from inferbus.schemas import headers as names
 from inferbus.schemas.errors import BusUnavailable
 from inferbus.schemas.subjects import CLASSES, JobClass, Subjects
-from inferbus.workers.bus.frames import publish_frame
-from inferbus.workers.bus.interface import Stored
-from inferbus.workers.bus.layout import CANCEL, CANCELS_KEPT, DEAD, JOBS, RESULTS, STREAM
+from inferbus.workers.bus.connection.frames import publish_frame
+from inferbus.workers.bus.interface import PubAck, Stored
+from inferbus.workers.bus.jetstream.layout import CANCEL, CANCELS_KEPT, DEAD, JOBS, RESULTS, STREAM
 from tests.support.virtual import Loop, Time
 
 SUBJECTS: Final = Subjects()
 TIMEOUT: Final = 5.0
-"""Seconds that the server may take to answer, as `inferbus.workers.bus.connection` has it."""
+"""Seconds that the server may take to answer, as `inferbus.workers.bus.connection.bus` has it."""
 
 UNWRITTEN: Final = 0.25
 """Seconds after which a server has written down what it delivered."""
@@ -73,7 +73,7 @@ class _Pull(msgspec.Struct, frozen=True):
     """A pull request that waits."""
 
     connection: Connection
-    lane: JobClass
+    job_class: JobClass
 
 
 class _Consumer:
@@ -84,13 +84,6 @@ class _Consumer:
         self.again: deque[int] = deque()
         self.out: dict[int, _Open] = {}
         self.waiting: deque[_Pull] = deque()
-
-
-class Added(msgspec.Struct, frozen=True):
-    """What became of a message that was published into a stream."""
-
-    sequence: int
-    duplicate: bool
 
 
 class Server:
@@ -125,7 +118,7 @@ class Server:
 
     def publish(
         self, subject: str, data: bytes, headers: Mapping[str, str], *, expect: int | None = None
-    ) -> Added | None:
+    ) -> PubAck | None:
         """Stores a message where a stream takes its subject, and hands it to subscribers.
 
         Returns:
@@ -141,7 +134,7 @@ class Server:
         if named is not None and (known := stream.ids.get(named)) is not None:
             when, sequence = known
             if self.time.now - when < self.window:
-                return Added(sequence, True)
+                return PubAck(stream=name, sequence=sequence, duplicate=True)
         newest = stream.subjects.get(subject)
         if expect is not None and (newest[-1].sequence if newest else 0) != expect:
             return None
@@ -156,7 +149,7 @@ class Server:
             consumer = self._consumer(message)
             consumer.new.append(message.sequence)
             self._serve(consumer)
-        return Added(message.sequence, False)
+        return PubAck(stream=name, sequence=message.sequence)
 
     def last(self, stream: str, subject: str) -> Stored | None:
         """The newest message on a subject."""
@@ -167,16 +160,16 @@ class Server:
         """All messages on a subject."""
         return list(self.streams[stream].subjects.get(subject, ()))
 
-    def pull(self, connection: Connection, lane: JobClass, *, wait: bool) -> bool:
+    def pull(self, connection: Connection, job_class: JobClass, *, wait: bool) -> bool:
         """Delivers the next job of a class to a connection: now or, where it waits, when there is one."""
         if connection not in self.connections:
             return False
-        consumer = self.consumers[lane]
+        consumer = self.consumers[job_class]
         if (sequence := self._next(consumer)) is not None:
-            self._deliver(consumer, sequence, _Pull(connection, lane))
+            self._deliver(consumer, sequence, _Pull(connection, job_class))
             return True
         if wait:
-            consumer.waiting.append(_Pull(connection, lane))
+            consumer.waiting.append(_Pull(connection, job_class))
         return False
 
     def withdraw(self, connection: Connection) -> None:
@@ -285,7 +278,7 @@ class Server:
         attempt = self.deliveries[sequence] = self.deliveries.get(sequence, 0) + 1
         consumer.out[sequence] = _Open(self.time.now)
         self._expire_at(consumer, sequence, self.time.now + self.ack_wait)
-        pull.connection.deliver(self.streams[JOBS].messages[sequence], attempt, pull.lane)
+        pull.connection.deliver(self.streams[JOBS].messages[sequence], attempt, pull.job_class)
 
     def _expire_at(self, consumer: _Consumer, sequence: int, deadline: float) -> None:
         consumer.out[sequence].deadline = deadline
@@ -346,7 +339,7 @@ class Connection:
         if self.up:
             self._connected.set()
         self.sending: Callable[[str, bytes, Mapping[str, str]], None] = lambda subject, data, headers: None
-        self.arrived: Callable[[Stored, int, JobClass], None] = lambda message, attempt, lane: None
+        self.arrived: Callable[[Stored, int, JobClass], None] = lambda message, attempt, job_class: None
         self.listeners: list[Callable[[bool], None]] = []
         self.on_cancel: Callable[[str, Mapping[str, str]], None] = lambda subject, headers: None
         server.connections.append(self)
@@ -374,14 +367,14 @@ class Connection:
         headers: Mapping[str, str] | None = None,
         *,
         expect: int | None = None,
-    ) -> int | None:
+    ) -> PubAck | None:
         """See `Broker`."""
         publish_frame(subject, data, headers, "", self.max_payload)
         found = dict(headers or {})
-        added = await self.request(lambda: self.server.publish(subject, data, found, expect=expect))
-        if added is None or (added.duplicate and expect is not None):
-            return None
-        return int(added.sequence)
+        ack: PubAck | None = await self.request(
+            lambda: self.server.publish(subject, data, found, expect=expect)
+        )
+        return None if ack is not None and ack.duplicate and expect is not None else ack
 
     async def last(self, stream: str, subject: str) -> Stored | None:
         """See `Broker`."""
@@ -438,11 +431,11 @@ class Connection:
 
         time.at(self._out_until, received)
 
-    def deliver(self, message: Stored, attempt: int, lane: JobClass) -> None:
+    def deliver(self, message: Stored, attempt: int, job_class: JobClass) -> None:
         """The server sends a job. It takes some turns from the socket to who waits, as in nats-py."""
 
         def read() -> None:
-            self._loop.call_soon(self._loop.call_soon, self.arrived, message, attempt, lane)
+            self._loop.call_soon(self._loop.call_soon, self.arrived, message, attempt, job_class)
 
         self._back(read)
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from inferbus.schemas.requests import parse
 from inferbus.workers.bus.interface import Broker
-from inferbus.workers.engine.interface import Delta, Leg
+from inferbus.workers.engine.interface import Leg
 from inferbus.workers.engine.scripted import Script, ScriptedEngine
-from inferbus.workers.jobs.attempt import Work
-from inferbus.workers.jobs.job import Job
+from inferbus.workers.jobs.attempt import Attempt
 from inferbus.workers.jobs.reply import Reply, Served
-from inferbus.workers.pairing.legs import Alone
-from inferbus.workers.roles.answering import WHOLE_STEP, Answering
+from inferbus.workers.jobs.runner import Work
+from inferbus.workers.pairing.legs import Alone, RunLeg, RunningLeg
+from inferbus.workers.roles.answering import Answering
+from inferbus.workers.roles.generation import WHOLE_STEP
 
 NOW = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 
@@ -36,26 +39,33 @@ async def asked(*, stream: bool, submission: int | None, **body: Any) -> list[Le
     legs: list[Leg] = []
     alone = Alone(ScriptedEngine(Script()))
 
-    def run(leg: Leg, job: str, served: Served) -> AsyncGenerator[Delta, None]:
+    def run(leg: Leg, job: str) -> AbstractAsyncContextManager[RunningLeg]:
         legs.append(leg)
-        return alone(leg, job, served)
+        return alone(leg, job)
 
-    job = Job(
-        id="j",
+    await answered(run, stream=stream, submission=submission, **body)
+    return legs
+
+
+async def answered(
+    run: RunLeg, *, stream: bool, submission: int | None = None, **body: Any
+) -> tuple[Reply, bytes]:
+    """One attempt at a request; its reply, and its answer as a whole."""
+    attempt = Attempt(
+        job="j",
         owner="o",
         model="m",
         kind="tokens",
-        attempt=1,
+        number=1,
         job_class="batch" if submission else None,
         submission=submission,
         arrived=NOW,
         reply="_INBOX.a",
     )
     request = parse("tokens", {"token_ids": [1, 2], "max_tokens": 4, "stream": stream, **body})
-    served = Served(worker="w")
-    reply = Reply(cast(Broker, Nowhere()), job, served)
-    await Answering(ScriptedEngine(Script()), run)(Work(job=job, request=request, reply=reply, served=served))
-    return legs
+    reply = Reply(cast(Broker, Nowhere()), attempt, Served(worker="w"))
+    work = Work(attempt=attempt, request=request, reply=reply)
+    return reply, await Answering(ScriptedEngine(Script()), run)(work)
 
 
 @pytest.mark.parametrize("submission", [None, 7])
@@ -68,3 +78,16 @@ async def test_a_whole_answer_is_taken_in_large_steps(submission: int | None) ->
 async def test_an_answer_in_chunks_is_taken_as_it_comes(submission: int | None) -> None:
     legs = await asked(stream=True, submission=submission)
     assert ["stream_interval" in leg.sampling for leg in legs] == [False]
+
+
+async def test_usage_counts_what_the_prefill_worker_had_cached_and_the_end_mark_names_it() -> None:
+    alone = Alone(ScriptedEngine(Script()))
+
+    @asynccontextmanager
+    async def paired(leg: Leg, job: str) -> AsyncIterator[RunningLeg]:
+        async with alone(leg, job) as running:
+            yield msgspec.structs.replace(running, prefill="p1", cached_tokens=1)
+
+    reply, body = await answered(paired, stream=False)
+    assert msgspec.json.decode(body)["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+    assert reply.served.prefill == "p1"

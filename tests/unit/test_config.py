@@ -34,7 +34,6 @@ def test_without_any_source_there_are_defaults() -> None:
     assert settings.bus == BusSettings()
     assert settings.streams == StreamSettings()
     assert settings.worker.classes == {"interactive": 4, "batch": 1}
-    assert settings.worker.heartbeat == 10
 
 
 def test_every_worker_has_an_id_of_its_own() -> None:

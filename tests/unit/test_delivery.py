@@ -13,12 +13,13 @@ from inferbus.schemas import headers
 from inferbus.schemas.errors import BusUnavailable, Draining, EngineFailed, InvalidRequest, PrefillUnavailable
 from inferbus.schemas.subjects import JobKey, Subjects
 from inferbus.workers.bus.interface import Stored
-from inferbus.workers.jobs.attempt import Attempts, Work
+from inferbus.workers.jobs.attempt import Attempt
 from inferbus.workers.jobs.cancel import Cancels
 from inferbus.workers.jobs.delivery import Deliveries
-from inferbus.workers.jobs.job import Job
-from inferbus.workers.jobs.reply import Reply, Served
+from inferbus.workers.jobs.reply import Reply
 from inferbus.workers.jobs.retry import RetryPolicy
+from inferbus.workers.jobs.runner import AttemptRunner, Work
+from inferbus.workers.jobs.settings import JobSettings
 from tests.support.eventually import eventually
 from tests.support.memory import MemoryBroker, MemoryDelivery
 
@@ -28,7 +29,7 @@ RESULT = SUBJECTS.result("acme", "j1")
 STREAM = SUBJECTS.stream("acme", "j1")
 BODY = b'{"token_ids":[1,2]}'
 
-Answerer = Callable[[Job, Reply, Served], Awaitable[bytes]]
+Answerer = Callable[[Attempt, Reply], Awaitable[bytes]]
 
 
 class Bench:
@@ -40,21 +41,13 @@ class Bench:
 
         async def generate(task: Work) -> bytes:
             self.runs += 1
-            self.points = task.points
-            return await work(task.job, task.reply, task.served)
+            return await work(task.attempt, task.reply)
 
-        self.attempts = Attempts(self.broker, generate, worker="w1", now=self.broker.now)
-        self.cancels = Cancels(self.broker, self.attempts.scopes, SUBJECTS)
-        self.deliveries = Deliveries(
-            self.broker,
-            self.attempts,
-            self.cancels,
-            subjects=SUBJECTS,
-            policy=RetryPolicy(attempts=attempts, jitter=0),
-            replies=("_INBOX.",),
-            worker="w1",
-            window=window,
-        )
+        policy = RetryPolicy(attempts=attempts, jitter=0)
+        settings = JobSettings(worker="w1", subjects=SUBJECTS, policy=policy, window=window)
+        self.runner = AttemptRunner(self.broker, generate, settings, now=self.broker.now)
+        self.cancels = Cancels(self.broker, self.runner.scopes, SUBJECTS)
+        self.deliveries = Deliveries(self.broker, self.runner, self.cancels, settings)
 
     def job(
         self, *, attempt: int = 1, sequence: int = 7, found: Mapping[str, str] | None = None
@@ -95,20 +88,20 @@ class Bench:
         return [message.headers[headers.STATUS] for message in self.broker.sent if not message.data]
 
 
-async def answer(job: Job, reply: Reply, served: Served) -> bytes:
+async def answer(attempt: Attempt, reply: Reply) -> bytes:
     reply.chunk(b'{"text":"a"}')
     reply.chunk(b'{"text":"b"}')
     return b'{"whole":true}'
 
 
-async def dying(job: Job, reply: Reply, served: Served) -> bytes:
+async def dying(attempt: Attempt, reply: Reply) -> bytes:
     reply.chunk(b'{"text":"a"}')
     await asyncio.Event().wait()
     return b""
 
 
 def failing(error: Exception) -> Answerer:
-    async def fail(job: Job, reply: Reply, served: Served) -> bytes:
+    async def fail(attempt: Attempt, reply: Reply) -> bytes:
         raise error
 
     return fail
@@ -181,10 +174,10 @@ async def test_a_submission_that_repeats_one_that_has_ended_gets_its_answer_and_
 async def test_a_second_owner_cannot_store_a_second_result() -> None:
     started, go_on = asyncio.Event(), asyncio.Event()
 
-    async def slow(job: Job, reply: Reply, served: Served) -> bytes:
+    async def slow(attempt: Attempt, reply: Reply) -> bytes:
         started.set()
         await go_on.wait()
-        return b'{"by":"%d"}' % job.attempt
+        return b'{"by":"%d"}' % attempt.number
 
     bench = Bench(slow)
     first, second = bench.job(attempt=1), bench.job(attempt=2)
@@ -296,7 +289,7 @@ async def test_what_may_be_tried_once_is_not_tried_again() -> None:
 async def test_last_attempts_of_jobs_whose_workers_died_are_made_one_at_a_time() -> None:
     go_on = asyncio.Event()
 
-    async def slow(job: Job, reply: Reply, served: Served) -> bytes:
+    async def slow(attempt: Attempt, reply: Reply) -> bytes:
         await go_on.wait()
         return b"{}"
 
@@ -331,8 +324,8 @@ async def test_a_job_that_waits_for_its_last_attempt_can_be_cancelled_and_expire
 async def test_last_attempts_of_jobs_that_failed_in_good_order_are_not_held_up() -> None:
     go_on = asyncio.Event()
 
-    async def slow(job: Job, reply: Reply, served: Served) -> bytes:
-        if job.attempt < 3:
+    async def slow(attempt: Attempt, reply: Reply) -> bytes:
+        if attempt.number < 3:
             raise PrefillUnavailable("none")
         await go_on.wait()
         return b"{}"
@@ -374,8 +367,8 @@ async def test_nats_going_away_before_a_last_attempt_begins_costs_none() -> None
 async def test_a_last_attempt_whose_worker_lost_touch_is_not_counted() -> None:
     held: list[MemoryDelivery] = []
 
-    async def stalled(job: Job, reply: Reply, served: Served) -> bytes:
-        held[-1].stale = job.attempt < 6
+    async def stalled(attempt: Attempt, reply: Reply) -> bytes:
+        held[-1].stale = attempt.number < 6
         reply.chunk(b'{"text":"a"}')
         return b"{}"
 
@@ -423,7 +416,7 @@ async def test_a_job_that_was_cancelled_while_queued_never_runs() -> None:
 async def test_a_running_job_ends_when_it_is_cancelled() -> None:
     started = asyncio.Event()
 
-    async def endless(job: Job, reply: Reply, served: Served) -> bytes:
+    async def endless(attempt: Attempt, reply: Reply) -> bytes:
         started.set()
         await asyncio.Event().wait()
         return b"{}"
@@ -437,13 +430,13 @@ async def test_a_running_job_ends_when_it_is_cancelled() -> None:
     await running
     assert delivery.ended == [("ack", None)]
     assert bench.results[0].headers[headers.STATUS] == "cancelled"
-    assert len(bench.attempts.scopes) == 0
+    assert len(bench.runner.scopes) == 0
 
 
 async def test_every_chunk_of_a_cancelled_answer_is_accounted_for() -> None:
     said = asyncio.Event()
 
-    async def talk(job: Job, reply: Reply, served: Served) -> bytes:
+    async def talk(attempt: Attempt, reply: Reply) -> bytes:
         for _ in range(3):
             reply.chunk(b'{"text":"a"}')
         said.set()
@@ -481,7 +474,7 @@ async def test_a_job_whose_deadline_passed_in_the_queue_expires_without_running(
 
 
 async def test_a_running_job_expires_at_its_deadline() -> None:
-    async def endless(job: Job, reply: Reply, served: Served) -> bytes:
+    async def endless(attempt: Attempt, reply: Reply) -> bytes:
         await asyncio.Event().wait()
         return b"{}"
 
@@ -500,7 +493,7 @@ async def test_a_job_is_left_alone_while_nats_is_away() -> None:
 
 
 async def test_a_finished_answer_is_stored_when_nats_is_back() -> None:
-    async def outlived(job: Job, reply: Reply, served: Served) -> bytes:
+    async def outlived(attempt: Attempt, reply: Reply) -> bytes:
         bench.broker.away = True
         return b'{"whole":true}'
 
@@ -516,7 +509,7 @@ async def test_a_finished_answer_is_stored_when_nats_is_back() -> None:
 
 
 async def test_an_owner_that_was_out_of_touch_sends_nothing_more() -> None:
-    async def stalled(job: Job, reply: Reply, served: Served) -> bytes:
+    async def stalled(attempt: Attempt, reply: Reply) -> bytes:
         reply.chunk(b'{"text":"a"}')
         delivery.stale = True
         reply.chunk(b'{"text":"b"}')
@@ -531,7 +524,7 @@ async def test_an_owner_that_was_out_of_touch_sends_nothing_more() -> None:
 
 
 async def test_a_stale_owners_finished_result_counts_but_its_readers_hear_no_more_of_it() -> None:
-    async def late(job: Job, reply: Reply, served: Served) -> bytes:
+    async def late(attempt: Attempt, reply: Reply) -> bytes:
         delivery.stale = True
         return b'{"whole":true}'
 

@@ -59,10 +59,10 @@ def everything_counted() -> Metrics:
     metrics = Metrics("both", ScriptedEngine().info)
     bus: Any = SimpleNamespace(connected=True, reconnects=0, writer=SimpleNamespace(sent=0, dropped=0))
     metrics.watch(lambda: Load(slots=1), bus)
-    job: Any = SimpleNamespace(kind="chat", job_class="batch", durable=True, attempt=2)
-    outcome: Any = SimpleNamespace(job=job, status="ok", error=None, first_chunk=0.1, chunks=1)
-    metrics.ended(outcome, 0.2)
-    metrics.settled(job, "finished", None)
+    attempt: Any = SimpleNamespace(kind="chat", job_class="batch", durable=True, number=2)
+    outcome: Any = SimpleNamespace(attempt=attempt, status="ok", code=None, first_chunk=0.1, chunks=1)
+    metrics.attempt_ended(outcome, 0.2)
+    metrics.settled(attempt, "finished", None)
     metrics.handed_off(0.1, None, Transfer(seconds=0.1, bytes=1))
     return metrics
 

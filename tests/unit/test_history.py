@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -12,7 +11,7 @@ import msgspec
 from inferbus.schemas import headers
 from inferbus.schemas.headers import Continuation
 from inferbus.workers.bus.interface import Stored
-from inferbus.workers.jobs.history import points
+from inferbus.workers.jobs.history import resume_points
 
 NOW = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 
@@ -22,7 +21,7 @@ def message(
     *,
     submission: int = 7,
     msgpack: bool = False,
-    found: Mapping[str, str] | None = None,
+    found: dict[str, str] | None = None,
 ) -> Stored:
     encode = msgspec.msgpack.encode if msgpack else msgspec.json.encode
     return Stored(
@@ -46,7 +45,7 @@ def chat(attempt: int, seq: int, text: str | None, ids: list[int], **choice: Any
 
 def test_the_latest_place_comes_first() -> None:
     stored = [message(tokens(1, 0, 5)), message(tokens(1, 1, 6, 7))]
-    found = points(stored, submission=7, before=2)
+    found = resume_points(stored, submission=7, before=2)
     assert [(point.after, point.token_ids) for point in found] == [
         (Continuation(1, 2), [5, 6, 7]),
         (Continuation(1, 1), [5]),
@@ -55,21 +54,21 @@ def test_the_latest_place_comes_first() -> None:
 
 def test_text_chunks_carry_their_text_and_the_role_chunk_has_none() -> None:
     stored = [message(chat(1, 0, None, [5])), message(chat(1, 1, "Par", [])), message(chat(1, 2, "is", [6]))]
-    found = points(stored, submission=7, before=2)
+    found = resume_points(stored, submission=7, before=2)
     assert [(point.text, point.token_ids) for point in found] == [("Paris", [5, 6]), ("Par", [5]), ("", [5])]
 
 
 def test_msgpack_chunks_are_read_too() -> None:
-    assert points([message(tokens(1, 0, 5), msgpack=True)], submission=7, before=2)
+    assert resume_points([message(tokens(1, 0, 5), msgpack=True)], submission=7, before=2)
 
 
 def test_a_hole_ends_what_can_be_gone_on_from() -> None:
     stored = [message(tokens(1, 0, 5)), message(tokens(1, 2, 7))]
-    assert [point.token_ids for point in points(stored, submission=7, before=2)] == [[5]]
+    assert [point.token_ids for point in resume_points(stored, submission=7, before=2)] == [[5]]
 
 
 def test_an_attempt_whose_beginning_is_lost_is_no_place() -> None:
-    assert points([message(tokens(1, 1, 5))], submission=7, before=2) == []
+    assert resume_points([message(tokens(1, 1, 5))], submission=7, before=2) == []
 
 
 def test_a_chain_of_attempts_is_followed() -> None:
@@ -79,23 +78,23 @@ def test_a_chain_of_attempts_is_followed() -> None:
         message(tokens(1, 2, 99)),
         message(tokens(2, 0, 7), found={headers.CONTINUES: "1:2"}),
     ]
-    found = points(stored, submission=7, before=3)
+    found = resume_points(stored, submission=7, before=3)
     assert (found[0].after, found[0].token_ids) == (Continuation(2, 1), [5, 6, 7])
 
 
 def test_a_chain_whose_older_part_is_gone_is_no_place() -> None:
     stored = [message(tokens(1, 0, 5)), message(tokens(2, 0, 7), found={headers.CONTINUES: "1:2"})]
-    assert points(stored, submission=7, before=3) == []
+    assert resume_points(stored, submission=7, before=3) == []
 
 
 def test_the_newest_attempt_that_said_anything_counts() -> None:
     stored = [message(tokens(1, 0, 5)), message(tokens(2, 0, 8))]
-    assert [point.token_ids for point in points(stored, submission=7, before=3)] == [[8]]
+    assert [point.token_ids for point in resume_points(stored, submission=7, before=3)] == [[8]]
 
 
 def test_chunks_of_other_submissions_and_of_this_attempt_itself_do_not_count() -> None:
     stored = [message(tokens(1, 0, 5), submission=6), message(tokens(2, 0, 5))]
-    assert points(stored, submission=7, before=2) == []
+    assert resume_points(stored, submission=7, before=2) == []
 
 
 def test_what_had_finished_or_says_more_than_text_is_no_place() -> None:
@@ -107,11 +106,11 @@ def test_what_had_finished_or_says_more_than_text_is_no_place() -> None:
     logprobs = [message(tokens(1, 0, 5, logprobs={"logprobs": [-1.0]}))]
     second = [message(tokens(1, 0, 5) | {"index": 1})]
     for stored in (finished, reasoning, logprobs, second):
-        assert points(stored, submission=7, before=2) == []
+        assert resume_points(stored, submission=7, before=2) == []
 
 
 def test_end_marks_events_and_nonsense_are_passed_over() -> None:
     nonsense = Stored(subject="s", data=b"\xc1", headers={headers.SUBMISSION: "7"}, sequence=1, time=NOW)
     event = message({"job": "j", "attempt": 1, "retrying": {"code": "draining"}})
     stored = [message(tokens(1, 0, 5)), event, message(None), nonsense, message(json.loads("[]") or {})]
-    assert len(points(stored, submission=7, before=2)) == 1
+    assert len(resume_points(stored, submission=7, before=2)) == 1

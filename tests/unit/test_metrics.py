@@ -22,12 +22,13 @@ from inferbus.schemas.subjects import Subjects
 from inferbus.workers.bus.interface import Stored
 from inferbus.workers.config import WorkerSettings
 from inferbus.workers.engine.scripted import ScriptedEngine
-from inferbus.workers.jobs.attempt import Attempts, Work
+from inferbus.workers.jobs.attempt import Envelope, live
 from inferbus.workers.jobs.cancel import Cancels
 from inferbus.workers.jobs.delivery import Deliveries
-from inferbus.workers.jobs.job import Envelope, live
 from inferbus.workers.jobs.retry import RetryPolicy
+from inferbus.workers.jobs.runner import AttemptRunner, Work
 from inferbus.workers.jobs.scope import Scope
+from inferbus.workers.jobs.settings import JobSettings
 from inferbus.workers.observe.metrics import Metrics, Unserved, check, serving
 from tests.support.memory import MemoryBroker, MemoryDelivery
 from tests.support.prometheus import Scrape, scrape
@@ -46,19 +47,12 @@ class Bench:
     def __init__(self, answer: Answer) -> None:
         self.broker = MemoryBroker()
         self.metrics = Metrics("both", ENGINE)
-        self.attempts = Attempts(self.broker, answer, worker="w1", now=self.broker.now)
-        self.attempts.ended = self.metrics.ended
-        self.deliveries = Deliveries(
-            self.broker,
-            self.attempts,
-            Cancels(self.broker, self.attempts.scopes, SUBJECTS),
-            subjects=SUBJECTS,
-            policy=RetryPolicy(attempts=2, jitter=0),
-            replies=("_INBOX.",),
-            worker="w1",
-            window=600.0,
+        settings = JobSettings(
+            worker="w1", subjects=SUBJECTS, policy=RetryPolicy(attempts=2, jitter=0), window=600.0
         )
-        self.deliveries.settled = self.metrics.settled
+        self.runner = AttemptRunner(self.broker, answer, settings, observer=self.metrics, now=self.broker.now)
+        cancels = Cancels(self.broker, self.runner.scopes, SUBJECTS)
+        self.deliveries = Deliveries(self.broker, self.runner, cancels, settings, observer=self.metrics)
 
     def envelope(self, body: bytes = BODY) -> Envelope:
         message = Stored(
@@ -68,7 +62,7 @@ class Bench:
 
     async def live(self, body: bytes = BODY) -> None:
         envelope = self.envelope(body)
-        outcome = await self.attempts.run(envelope, Scope(envelope.job.key, submission=None))
+        outcome = await self.runner.run(envelope, Scope(envelope.attempt.key, submission=None))
         outcome.answer()
 
     async def job(self, *, attempt: int = 1, sequence: int = 7) -> None:
@@ -140,7 +134,7 @@ async def test_a_failed_request_counts_under_its_code(error: InferbusError) -> N
 
 async def test_a_request_that_found_no_slot_counts_without_a_time() -> None:
     bench = Bench(three_chunks)
-    bench.metrics.refused(bench.envelope().job, Overloaded("full"))
+    bench.runner.refuse(bench.envelope(), Overloaded("full"))
     assert bench.told("inferbus_requests_total", cls="live", status="error", code="overloaded") == 1
     assert bench.told("inferbus_request_seconds_count") == 0
 

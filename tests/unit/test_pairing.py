@@ -21,9 +21,8 @@ from inferbus.schemas.errors import (
 )
 from inferbus.schemas.fleet import Bootstrap, Capacity, Load, Signature, WorkerInfo
 from inferbus.workers.engine.interface import Delta, EngineInfo, Finish, Leg
-from inferbus.workers.jobs.reply import Served
 from inferbus.workers.pairing.handoff import Handoffs
-from inferbus.workers.pairing.legs import Paired, generate
+from inferbus.workers.pairing.legs import Paired, RunLeg, RunningLeg, generate
 from inferbus.workers.pairing.picker import PREFIX_TOKENS, Picker
 from tests.support.eventually import eventually
 
@@ -73,7 +72,7 @@ def always(answer: handoff.FromPrefill | None) -> Answering:
     return lambda order, worker: [answer]
 
 
-class FakeWire:
+class FakeTransport:
     """Answers hand-offs as told, and keeps what was sent."""
 
     def __init__(self, answer: Answering) -> None:
@@ -82,7 +81,7 @@ class FakeWire:
         self.aborted: list[str] = []
         self.open: set[str] = set()
 
-    def ask(self, worker: WorkerInfo, body: bytes, answers: asyncio.Queue[bytes | None]) -> str:
+    def request(self, worker: WorkerInfo, body: bytes, answers: asyncio.Queue[bytes | None]) -> str:
         order = msgspec.msgpack.decode(body, type=handoff.Prefill)
         self.asked.append((worker.worker, order))
         for answer in self.answer(order, worker.worker):
@@ -90,10 +89,10 @@ class FakeWire:
         self.open.add(order.rid)
         return order.rid
 
-    def tell(self, worker: WorkerInfo, body: bytes) -> None:
+    def send(self, worker: WorkerInfo, body: bytes) -> None:
         self.aborted.append(msgspec.msgpack.decode(body, type=handoff.Abort).rid)
 
-    def forget(self, ticket: str) -> None:
+    def close(self, ticket: str) -> None:
         self.open.discard(ticket)
 
 
@@ -122,8 +121,7 @@ class FakeEngine:
                     self.times -= 1
                     raise self.error
                 finish = Finish(reason="length") if step == 1 else None
-                meta = {"prompt_tokens": len(leg.token_ids), "cached_tokens": 0}
-                yield Delta(index=leg.index, token_ids=[step], text="", finish=finish, meta=meta)
+                yield Delta(index=leg.index, token_ids=[step], text="", finish=finish, cached_tokens=0)
         finally:
             self.closed.append(leg.rid)
 
@@ -141,44 +139,78 @@ def done(order: handoff.Prefill, worker: str) -> list[handoff.FromPrefill | None
     return [handoff.Accepted(worker=worker), handoff.Done(worker=worker, cached_tokens=2, seconds=0.1)]
 
 
-def paired(engine: FakeEngine, wire: FakeWire, *names: str, timeout: float = 5.0) -> Paired:
+def paired(engine: FakeEngine, transport: FakeTransport, *names: str, timeout: float = 5.0) -> Paired:
     workers = [prefill_worker(name) for name in names or ("p1", "p2", "p3", "p4")]
-    handoffs = Handoffs(wire, worker="d1", signature=SIGNATURE, accept_timeout=timeout, timeout=timeout)
+    handoffs = Handoffs(transport, worker="d1", signature=SIGNATURE, accept_timeout=timeout, timeout=timeout)
     return Paired(engine, Picker(SIGNATURE, lambda: workers), handoffs)  # type: ignore[arg-type]
 
 
-async def run(pair: Paired, *, choices: int = 1, served: Served | None = None) -> list[Delta]:
-    served = served or Served(worker="d1")
-    return [delta async for delta in generate(FakePrompt(choices), pair, job="j", served=served)]  # type: ignore[arg-type]
+async def run(pair: RunLeg, *, choices: int = 1, ran: list[RunningLeg] | None = None) -> list[Delta]:
+    async def deltas(leg: Leg) -> AsyncGenerator[Delta, None]:
+        async with pair(leg, "j") as running:
+            if ran is not None:
+                ran.append(running)
+            assert running.first is not None
+            yield running.first
+            async for delta in running.deltas:
+                yield delta
+
+    return [delta async for delta in generate(FakePrompt(choices), deltas)]  # type: ignore[arg-type]
 
 
 async def test_both_legs_get_the_same_request_and_room_and_the_answer_names_both_workers() -> None:
-    engine, wire, served = FakeEngine(), FakeWire(done), Served(worker="d1")
-    deltas = await run(paired(engine, wire), served=served)
-    [(worker, order)] = wire.asked
+    engine, transport, ran = FakeEngine(), FakeTransport(done), list[RunningLeg]()
+    deltas = await run(paired(engine, transport), ran=ran)
+    [(worker, order)] = transport.asked
     [leg] = engine.legs
     assert leg.rendezvous is not None
     assert (order.rid, order.room, order.token_ids) == (leg.rid, leg.rendezvous.room, leg.token_ids)
     assert 0 < order.room < 2**63
-    assert served.prefill == worker
+    assert [running.prefill for running in ran] == [worker]
     assert [delta.token_ids for delta in deltas] == [[0], [1]]
-    assert not wire.open
-    assert not wire.aborted
+    assert not transport.open
+    assert not transport.aborted
 
 
 async def test_cached_tokens_are_what_prefill_says() -> None:
-    deltas = await run(paired(FakeEngine(), FakeWire(done)))
-    assert {delta.meta["cached_tokens"] for delta in deltas} == {2}
+    ran: list[RunningLeg] = []
+    await run(paired(FakeEngine(), FakeTransport(done)), ran=ran)
+    assert [running.cached_tokens for running in ran] == [2]
 
 
 async def test_three_choices_get_three_rooms_and_three_ids_of_one_length() -> None:
-    engine, wire = FakeEngine(), FakeWire(done)
-    deltas = await run(paired(engine, wire), choices=3)
+    engine, transport = FakeEngine(), FakeTransport(done)
+    deltas = await run(paired(engine, transport), choices=3)
     assert sorted(delta.index for delta in deltas) == [0, 0, 1, 1, 2, 2]
-    assert len({order.room for _, order in wire.asked}) == 3
+    assert len({order.room for _, order in transport.asked}) == 3
     rids = {leg.rid for leg in engine.legs}
     assert len(rids) == 3
     assert {len(rid) for rid in rids} == {32}
+
+
+@pytest.mark.parametrize(
+    ("defect", "seen"), [(KeyError("a defect"), KeyError), (asyncio.CancelledError(), EngineFailed)]
+)
+async def test_whatever_ends_one_of_several_legs_ends_the_request(
+    defect: BaseException, seen: type[Exception]
+) -> None:
+    """It hung for ever, and held its slot, where that was no error of ours."""
+    closed: list[int] = []
+
+    async def deltas(leg: Leg) -> AsyncGenerator[Delta, None]:
+        try:
+            yield Delta(index=leg.index, token_ids=[1], text="", finish=None)
+            if leg.index == 1:
+                raise defect
+            await asyncio.Event().wait()
+        finally:
+            closed.append(leg.index)
+
+    async with asyncio.timeout(5):
+        with pytest.raises(seen):
+            async for _ in generate(FakePrompt(3), deltas):  # type: ignore[arg-type]
+                pass
+    assert sorted(closed) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -204,16 +236,16 @@ async def test_another_prefill_worker_is_tried_when_one_fails_before_the_first_t
             return refusal(order, worker)
         return done(order, worker)
 
-    engine, wire = FakeEngine(), FakeWire(answer)
+    engine, transport = FakeEngine(), FakeTransport(answer)
     engine.hold.clear()
-    pair = paired(engine, wire)
+    pair = paired(engine, transport)
     running = asyncio.create_task(run(pair))
     async with asyncio.timeout(5):
-        await eventually(lambda: len(wire.asked) == 2)
+        await eventually(lambda: len(transport.asked) == 2)
         engine.hold.set()
         deltas = await running
     assert len(deltas) == 2
-    first, second = wire.asked
+    first, second = transport.asked
     assert first[0] != second[0]
     assert first[1].rid != second[1].rid
     assert first[1].room != second[1].room
@@ -228,28 +260,28 @@ async def test_a_decode_result_is_not_trusted_while_prefill_has_not_said_that_it
         ]
 
     with pytest.raises(PrefillFailed) as caught:
-        await run(paired(FakeEngine(), FakeWire(failed_later)))
+        await run(paired(FakeEngine(), FakeTransport(failed_later)))
     assert "p" in caught.value.message
 
 
 async def test_a_transfer_that_failed_is_tried_on_another_prefill_worker() -> None:
-    engine, wire = FakeEngine(fail_at=0, error=TransferFailed("lost"), times=1), FakeWire(done)
-    assert len(await run(paired(engine, wire))) == 2
-    assert len(wire.asked) == 2
+    engine, transport = FakeEngine(fail_at=0, error=TransferFailed("lost"), times=1), FakeTransport(done)
+    assert len(await run(paired(engine, transport))) == 2
+    assert len(transport.asked) == 2
 
 
 async def test_a_transfer_that_failed_names_the_prefill_worker() -> None:
     engine = FakeEngine(fail_at=0, error=TransferFailed("lost"))
-    wire = FakeWire(lambda order, worker: [handoff.Accepted(worker=worker)])
+    transport = FakeTransport(lambda order, worker: [handoff.Accepted(worker=worker)])
     with pytest.raises(TransferFailed, match="prefill worker p1: lost"):
-        await run(paired(engine, wire, "p1"))
+        await run(paired(engine, transport, "p1"))
 
 
 async def test_a_worker_that_nobody_answers_for_is_lost_and_one_that_fails_is_not() -> None:
     lost: list[str] = []
     for answer in (None, handoff.Failed(worker="p1", error=PrefillFailed("no").body())):
         handoffs = Handoffs(
-            FakeWire(always(answer)),
+            FakeTransport(always(answer)),
             worker="d1",
             signature=SIGNATURE,
             accept_timeout=5.0,
@@ -263,48 +295,48 @@ async def test_a_worker_that_nobody_answers_for_is_lost_and_one_that_fails_is_no
 
 
 async def test_a_failure_after_the_first_token_is_not_retried_here() -> None:
-    engine, wire = FakeEngine(fail_at=1, error=TransferFailed("lost")), FakeWire(done)
+    engine, transport = FakeEngine(fail_at=1, error=TransferFailed("lost")), FakeTransport(done)
     with pytest.raises(TransferFailed):
-        await run(paired(engine, wire))
-    assert len(wire.asked) == 1
+        await run(paired(engine, transport))
+    assert len(transport.asked) == 1
 
 
 async def test_a_leg_gives_up_after_three_prefill_workers() -> None:
-    wire = FakeWire(lambda order, worker: [None])
+    transport = FakeTransport(lambda order, worker: [None])
     with pytest.raises(PrefillUnavailable):
-        await run(paired(FakeEngine(), wire))
-    assert len({worker for worker, _ in wire.asked}) == 3
+        await run(paired(FakeEngine(), transport))
+    assert len({worker for worker, _ in transport.asked}) == 3
 
 
 async def test_the_callers_mistake_found_by_prefill_is_not_retried() -> None:
     error = ContextLengthExceeded("too long").body()
-    wire = FakeWire(lambda order, worker: [handoff.Refused(worker=worker, error=error)])
+    transport = FakeTransport(lambda order, worker: [handoff.Refused(worker=worker, error=error)])
     engine = FakeEngine()
     engine.hold.clear()
     with pytest.raises(ContextLengthExceeded):
-        await run(paired(engine, wire))
-    assert len(wire.asked) == 1
+        await run(paired(engine, transport))
+    assert len(transport.asked) == 1
 
 
 async def test_prefill_that_never_finishes_is_given_up_and_aborted() -> None:
-    wire = FakeWire(lambda order, worker: [handoff.Accepted(worker=worker)])
+    transport = FakeTransport(lambda order, worker: [handoff.Accepted(worker=worker)])
     engine = FakeEngine()
     engine.hold.clear()
     with pytest.raises(PrefillFailed):
-        await run(paired(engine, wire, "p1", timeout=0.02))
+        await run(paired(engine, transport, "p1", timeout=0.02))
 
 
 async def test_leaving_early_aborts_both_legs() -> None:
     engine = FakeEngine()
     engine.hold.clear()
-    wire = FakeWire(lambda order, worker: [handoff.Accepted(worker=worker)])
-    running = asyncio.create_task(run(paired(engine, wire)))
+    transport = FakeTransport(lambda order, worker: [handoff.Accepted(worker=worker)])
+    running = asyncio.create_task(run(paired(engine, transport)))
     await eventually(lambda: bool(engine.legs))
     running.cancel()
     await asyncio.wait([running])
-    assert wire.aborted == [engine.legs[0].rid]
+    assert transport.aborted == [engine.legs[0].rid]
     assert engine.closed == [engine.legs[0].rid]
-    assert not wire.open
+    assert not transport.open
 
 
 def test_a_worker_with_another_signature_is_never_picked_and_the_reason_says_so() -> None:

@@ -10,13 +10,17 @@ import structlog
 
 from inferbus.schemas import codec, handoff
 from inferbus.schemas.subjects import Subjects
-from inferbus.workers.bus.message import Message
+from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.engine.scripted import Rule, Script, ScriptedEngine
-from inferbus.workers.roles.prefill import Prefill
+from inferbus.workers.jobs.settings import JobSettings
+from inferbus.workers.roles import endpoints
+from inferbus.workers.roles.prefill import PrefillProgram
 from inferbus.workers.roles.slots import Slots
 from tests.support.eventually import eventually
 
 RID = "0123456789abcdef" * 2
+SETTINGS = JobSettings(worker="w", subjects=Subjects())
+ENDPOINTS = endpoints.of_prefill(SETTINGS.subjects, "scripted", SETTINGS.worker)
 
 
 class _Bus:
@@ -56,7 +60,7 @@ async def test_a_hand_off_that_is_done_tells_and_logs_what_its_transfer_took() -
     transfer = handoff.Transfer(seconds=0.012, bytes=163_840)
     engine = ScriptedEngine(Script(rules=[Rule(transfer=transfer)]), role="prefill")
     bus = _Bus()
-    prefill = Prefill(bus, engine, Slots(1, live_share=1.0), worker="w", replies=("_INBOX.",))  # type: ignore[arg-type]
+    prefill = PrefillProgram(bus, engine, Slots(1, live_share=1.0), SETTINGS, ENDPOINTS)  # type: ignore[arg-type]
     await prefill.start()
     with structlog.testing.capture_logs() as events:
         bus.deliver(order_for(engine))
@@ -71,7 +75,7 @@ async def test_a_hand_off_that_is_done_tells_and_logs_what_its_transfer_took() -
 
 async def test_a_hand_off_whose_transfer_is_not_known_is_done_without_figures() -> None:
     engine, bus = ScriptedEngine(role="prefill"), _Bus()
-    prefill = Prefill(bus, engine, Slots(1, live_share=1.0), worker="w", replies=("_INBOX.",))  # type: ignore[arg-type]
+    prefill = PrefillProgram(bus, engine, Slots(1, live_share=1.0), SETTINGS, ENDPOINTS)  # type: ignore[arg-type]
     await prefill.start()
     with structlog.testing.capture_logs() as events:
         bus.deliver(order_for(engine))
@@ -87,7 +91,7 @@ async def test_an_aborted_hand_off_frees_its_slot_even_if_it_had_not_begun(betwe
     """Both messages in one read from the socket: the task is cancelled before its first step."""
     engine = ScriptedEngine(Script(rules=[Rule(first_delay=60.0)]), role="prefill")
     bus, slots = _Bus(), Slots(1, live_share=1.0)
-    prefill = Prefill(bus, engine, slots, worker="w", replies=("_INBOX.",))  # type: ignore[arg-type]
+    prefill = PrefillProgram(bus, engine, slots, SETTINGS, ENDPOINTS)  # type: ignore[arg-type]
     await prefill.start()
     bus.deliver(order_for(engine))
     assert slots.busy == 1

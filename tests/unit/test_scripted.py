@@ -321,7 +321,7 @@ async def test_a_prefill_leg_is_done_without_a_token() -> None:
     (delta,) = await played(engine, leg("prefill"))
     assert delta.token_ids == []
     assert delta.finish is not None
-    assert delta.meta["cached_tokens"] == 4
+    assert delta.cached_tokens == 4
     assert engine.info.bootstrap == BOOTSTRAP
     assert engine.info.kinds == ()
 

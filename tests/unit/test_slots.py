@@ -22,41 +22,51 @@ async def test_jobs_leave_a_share_of_the_slots_to_live_requests(
 ) -> None:
     slots = Slots(total, live_share=share)
     for _ in range(for_jobs):
-        await slots.take_job()
+        await slots.admit_job()
     assert slots.no_room.is_set()
-    assert sum(slots.take_live() for _ in range(total)) == total - for_jobs
+    assert sum(slots.admit_live() is not None for _ in range(total)) == total - for_jobs
     assert slots.full
 
 
 async def test_a_waiting_job_gets_the_next_slot_that_is_freed() -> None:
     slots = Slots(1, live_share=0)
-    assert slots.take_live()
-    waiting = asyncio.create_task(slots.take_job())
+    permit = slots.admit_live()
+    assert permit is not None
+    waiting = asyncio.create_task(slots.admit_job())
     await asyncio.sleep(0)
     assert not waiting.done()
-    slots.free()
+    permit.release()
     await waiting
     assert slots.busy == 1
 
 
 async def test_a_cancelled_wait_takes_no_slot() -> None:
     slots = Slots(1, live_share=0)
-    slots.take_live()
-    waiting = asyncio.create_task(slots.take_job())
+    permit = slots.admit_live()
+    assert permit is not None
+    waiting = asyncio.create_task(slots.admit_job())
     await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.wait([waiting])
-    slots.free()
+    permit.release()
+    assert slots.busy == 0
+
+
+async def test_a_permit_is_given_back_once() -> None:
+    slots = Slots(2, live_share=0)
+    with await slots.admit_job() as permit, await slots.admit_job():
+        permit.release()
+        assert slots.busy == 1
     assert slots.busy == 0
 
 
 async def test_every_change_is_told() -> None:
     seen: list[int] = []
     slots = Slots(2, live_share=0)
-    slots.changed = lambda: seen.append(slots.busy)
-    slots.take_live()
-    await slots.take_job()
-    slots.free()
+    slots.on_change(lambda: seen.append(slots.busy))
+    slots.admit_live()
+    with await slots.admit_job():
+        pass
     assert seen == [1, 2, 1]
 
 

@@ -21,8 +21,15 @@ STOP = Finish(reason="stop", matched=2)
 LENGTH = Finish(reason="length")
 
 
-def delta(index: int, *token_ids: int, finish: Finish | None = None, **meta: Any) -> Delta:
-    return Delta(index=index, token_ids=list(token_ids), text="", finish=finish, meta=meta)
+def delta(
+    index: int,
+    *token_ids: int,
+    finish: Finish | None = None,
+    cached_tokens: int | None = None,
+    **meta: Any,
+) -> Delta:
+    ids = list(token_ids)
+    return Delta(index=index, token_ids=ids, text="", finish=finish, cached_tokens=cached_tokens, meta=meta)
 
 
 def answering(

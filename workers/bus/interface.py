@@ -31,6 +31,20 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     time: dt.datetime
 
 
+class PubAck(msgspec.Struct, frozen=True, kw_only=True):
+    """The server's acknowledgement of a stored message.
+
+    Attributes:
+        stream: That holds it.
+        sequence: Its stream sequence.
+        duplicate: The stream already held a message with this `Nats-Msg-Id`; the sequence is that one's.
+    """
+
+    stream: str
+    sequence: int
+    duplicate: bool = False
+
+
 class Delivery(Protocol):
     """One delivery of one job; exactly one of `ack`, `nak` and `term` ends it."""
 
@@ -63,10 +77,6 @@ class Delivery(Protocol):
 
     async def term(self, reason: str) -> None:
         """Never deliver it again; `reason` goes into the server's advisory."""
-        ...
-
-    async def progress(self) -> None:
-        """Still at work: starts the ack wait anew."""
         ...
 
 
@@ -113,8 +123,8 @@ class Broker(Protocol):
         headers: Mapping[str, str] | None = None,
         *,
         expect: int | None = None,
-    ) -> int | None:
-        """Publishes into a stream and returns the message's sequence.
+    ) -> PubAck | None:
+        """Publishes into a stream and returns its acknowledgement.
 
         Args:
             subject: Of a stream.

@@ -12,7 +12,7 @@ import click
 from inferbus.schemas import codec
 from inferbus.schemas.errors import BusUnavailable
 from inferbus.schemas.subjects import CLASSES, JobClass
-from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.cli.options import Command, settings_options
 from inferbus.workers.cli.running import EXIT_FAILED, complain, with_client
 from inferbus.workers.cli.tables import moment, plain, print_table, size, span

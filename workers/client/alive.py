@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Final
 
 from inferbus.schemas.subjects import LIVE_OWNER
-from inferbus.workers.bus.connection import Bus
-from inferbus.workers.bus.message import NO_RESPONDERS, Message
+from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.connection.message import NO_RESPONDERS, Message
 from inferbus.workers.client.errors import WorkerLost
 
 ASK_AFTER: Final = 5.0
@@ -34,7 +34,7 @@ class Question:
     def __init__(self, bus: Bus, job: str) -> None:
         self._bus = bus
         self._subject = bus.subjects.alive(LIVE_OWNER, job)
-        self._family = f"publish {self._subject.rpartition('.')[0]}.".lower()
+        self._any_job = f"{self._subject.rpartition('.')[0]}.*"
         self._unanswered = 0
         self._inbox = bus.inbox(self._answered)
 
@@ -44,8 +44,8 @@ class Question:
         Raises:
             WorkerLost: Nobody has answered for too long.
         """
-        if any(key.startswith(self._family) for key in self._bus.denied):
-            # Whoever may not ask of one request may not ask of any.
+        if not self._bus.may_publish(self._any_job):
+            # A user who may not ask about one request may not ask about any.
             return
         if not self._bus.settled:
             # Nothing can be heard at the moment, which says nothing.

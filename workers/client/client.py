@@ -17,18 +17,19 @@ from collections.abc import Coroutine, Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, NamedTuple
 
-import msgspec
 import structlog
 
 from inferbus.schemas import codec, headers
 from inferbus.schemas.answers import TokenChunk
-from inferbus.schemas.errors import InvalidSubject
-from inferbus.schemas.fleet import BUCKET, WorkerInfo
+from inferbus.schemas.errors import CallerError, InvalidSubject
+from inferbus.schemas.fleet import WorkerInfo
 from inferbus.schemas.subjects import LIVE_OWNER, JobClass, Kind, escape
-from inferbus.workers.bus import layout
-from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.errors import NOT_FOUND, ApiError
+from inferbus.workers.bus.fleet.registry import entry_subject, parse_entry
 from inferbus.workers.bus.interface import Stored
+from inferbus.workers.bus.jetstream import layout
+from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.client.durable import JobStream
 from inferbus.workers.client.jobs import Job, hand_in, stop
 from inferbus.workers.client.live import LiveStream
@@ -218,8 +219,8 @@ class Client:
         found[headers.MSG_ID] = secrets.token_hex(16) if again else f"{escape(self.owner)}.{job}"
         subject = self.bus.subjects.job(model, job_class, self.owner, kind)
         data = codec.encode(body_of(kind, body, stream=None if stream else False), self.content_type)
-        sequence, duplicate = await hand_in(self.bus, subject, data, found)
-        return Job(id=job, owner=self.owner, submission=sequence, duplicate=duplicate)
+        ack = await hand_in(self.bus, subject, data, found)
+        return Job(id=job, owner=self.owner, submission=ack.sequence, duplicate=ack.duplicate)
 
     def stream(self, job: Job | str, *, timeout: float | None = None) -> JobStream:
         """The stream of a job, from its beginning.
@@ -269,11 +270,13 @@ class Client:
         found: dict[str, WorkerInfo] = {}
         for stored in await self._announcements():
             found.pop(stored.subject, None)
-            if stored.data and "KV-Operation" not in stored.headers:
-                try:
-                    found[stored.subject] = msgspec.json.decode(stored.data, type=WorkerInfo)
-                except msgspec.DecodeError:
-                    log.warning("client.worker_unreadable", key=stored.subject)
+            try:
+                info = parse_entry(stored)
+            except CallerError:
+                log.warning("client.worker_unreadable", key=stored.subject)
+                continue
+            if info is not None:
+                found[stored.subject] = info
         return sorted(found.values(), key=lambda info: (info.model, info.role, info.worker))
 
     async def models(self) -> list[str]:
@@ -300,7 +303,7 @@ class Client:
 
     async def _announcements(self) -> list[Stored]:
         try:
-            return await self.bus.read(layout.WORKERS, f"$KV.{BUCKET}.>")
+            return await JetStream(self.bus).read(layout.WORKERS, entry_subject())
         except ApiError as problem:
             if problem.status != NOT_FOUND:
                 raise

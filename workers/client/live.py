@@ -6,9 +6,9 @@ from typing import Final, TypeVar
 
 from inferbus.schemas.errors import InferbusError
 from inferbus.schemas.subjects import LIVE_OWNER
-from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.bus.errors import NotPermitted
-from inferbus.workers.bus.message import Message
 from inferbus.workers.client.alive import ASK_AFTER, ASK_EVERY, Question
 from inferbus.workers.client.assembler import Event
 from inferbus.workers.client.errors import AnswerLost, TimedOut
@@ -97,8 +97,8 @@ class LiveStream(Stream[C]):
                 question.close()
 
     def _check_permission(self) -> None:
-        """NATS tells of a publish without permission on the connection, not to whom it concerns."""
-        if f"publish {self._subject}".lower() in self._bus.denied:
+        """NATS reports a refused publish on the connection, and does not answer it."""
+        if not self._bus.may_publish(self._subject):
             raise NotPermitted(f"not permitted to publish to {self._subject}")
 
     async def _cancel(self) -> None:

@@ -12,9 +12,10 @@ from typing import Any, Final, TypeVar, get_args
 
 import msgspec
 
-from inferbus.schemas import headers
+from inferbus.schemas import codec, headers
 from inferbus.schemas.answers import TokenAnswer, TokenChunk
 from inferbus.schemas.errors import (
+    CallerError,
     Cancelled,
     DeadlineExceeded,
     ErrorBody,
@@ -113,7 +114,7 @@ def read(data: bytes, found: Mapping[str, str] | None) -> Message | None:
     fields = _fields(data)
     attempt = fields.get("attempt")
     if not isinstance(attempt, int):
-        attempt = _number(found.get(headers.ATTEMPT)) or 1
+        attempt = headers.number(found, headers.ATTEMPT) or 1
     if isinstance(fields.get("error"), dict):
         return Failure(attempt=attempt, error=_error(fields["error"]))
     if isinstance(fields.get("seq"), int):
@@ -155,7 +156,7 @@ def read_result(data: bytes, found: Mapping[str, str] | None) -> Result:
 
 def submission(found: Mapping[str, str] | None) -> int | None:
     """The submission that a message answers, where it says so."""
-    return _number((found or {}).get(headers.SUBMISSION))
+    return headers.number(found, headers.SUBMISSION)
 
 
 def error_of(status: Status) -> InferbusError | None:
@@ -177,19 +178,18 @@ def _end(found: Mapping[str, str]) -> Message | None:
     if status is None:
         return None
     return End(
-        attempt=_number(found.get(headers.ATTEMPT)) or 1,
+        attempt=headers.number(found, headers.ATTEMPT) or 1,
         status=status,
-        messages=_number(found.get(headers.CHUNKS)) or 0,
+        messages=headers.number(found, headers.CHUNKS) or 0,
         worker=found.get(headers.WORKER),
         prefill_worker=found.get(headers.PREFILL_WORKER),
     )
 
 
 def _fields(data: bytes) -> dict[str, Any]:
-    decoder = msgspec.json.decode if data[:1] == b"{" else msgspec.msgpack.decode
     try:
-        value = decoder(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
+        value = codec.decode_any(data)
+    except CallerError:
         raise InternalError("an answer is neither JSON nor MessagePack") from None
     if not isinstance(value, dict):
         raise InternalError("an answer is not an object")
@@ -229,7 +229,3 @@ def _error(fields: dict[str, Any]) -> InferbusError:
         return from_body(msgspec.convert(fields, ErrorBody))
     except msgspec.ValidationError:
         return InternalError("an answer is an error that is not of the contract")
-
-
-def _number(text: str | None) -> int | None:
-    return int(text) if text and text.isascii() and text.isdigit() and len(text) <= 18 else None

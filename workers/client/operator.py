@@ -19,10 +19,11 @@ import msgspec
 from inferbus.schemas import headers
 from inferbus.schemas.errors import BusUnavailable, InferbusError, InvalidSubject
 from inferbus.schemas.subjects import CLASSES, JobClass, escape
-from inferbus.workers.bus import browse, layout
-from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.errors import CONSUMER_NOT_FOUND, NOT_FOUND, ApiError
 from inferbus.workers.bus.interface import Stored
+from inferbus.workers.bus.jetstream import browse, layout
+from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.client.jobs import Job, hand_in, stop
 from inferbus.workers.client.messages import read_result, submission
 from inferbus.workers.client.records import (
@@ -35,7 +36,6 @@ from inferbus.workers.client.records import (
     QueuedJob,
     job_address,
     job_id,
-    number,
 )
 from inferbus.workers.client.survey import StreamState, adopt, survey
 from inferbus.workers.config import Settings
@@ -128,15 +128,17 @@ class Operator:
             # Whoever may write letters must not have an operator publish anywhere else.
             raise InvalidSubject(f"dead letter {sequence} does not say which job's subject it came from")
         found = _as_submitted(stored, deadline=deadline)
-        job, before = await hand_in(self._bus, subject, stored.data, found)
+        ack = await hand_in(self._bus, subject, stored.data, found)
         try:
             await self.discard(sequence)
         except BusUnavailable as error:
             raise BusUnavailable(
-                f"dead letter {sequence} was replayed as submission {job} but not removed: {error.message}"
+                f"dead letter {sequence} was replayed as submission {ack.sequence} "
+                f"but not removed: {error.message}"
             ) from error
         name = found.get(headers.JOB_ID) or found[headers.MSG_ID]
-        return Replayed(letter=sequence, job=Job(id=name, owner=address.owner, submission=job), before=before)
+        job = Job(id=name, owner=address.owner, submission=ack.sequence)
+        return Replayed(letter=sequence, job=job, before=ack.duplicate)
 
     async def discard(self, sequence: int) -> bool:
         """Removes a dead letter for good; whether it was there."""
@@ -207,7 +209,7 @@ class Operator:
         newest = max((each.submission for each in queued), default=None)
         traces = [stored.headers for stored in (result, chunk) if stored is not None]
         attempts = [
-            number(found.get(headers.ATTEMPT)) or 0
+            headers.number(found, headers.ATTEMPT) or 0
             for found in traces
             # Of what is queued now, where that is anything: an older submission counted for itself.
             if newest is None or submission(found) == newest
@@ -298,7 +300,7 @@ class Operator:
 
     async def _last(self, stream: str, subject: str) -> Stored | None:
         try:
-            return await self._bus.last(stream, subject)
+            return await JetStream(self._bus).last(stream, subject)
         except ApiError as error:
             if error.status != NOT_FOUND:
                 raise
@@ -347,7 +349,7 @@ def _ending(result: Stored) -> Ending:
     return Ending(
         status=status,
         code=None if problem is None else problem.code,
-        attempt=number(found.get(headers.ATTEMPT)),
+        attempt=headers.number(found, headers.ATTEMPT),
         worker=found.get(headers.WORKER),
         submission=submission(found),
         stored=result.time,

@@ -13,7 +13,7 @@ from inferbus.schemas.errors import InvalidSubject
 from inferbus.schemas.headers import Status
 from inferbus.schemas.subjects import JobAddress, JobClass, Kind, Subjects, escape, unescape
 from inferbus.workers.bus.interface import Stored
-from inferbus.workers.bus.jetstream import moment
+from inferbus.workers.bus.jetstream.client import parse_time
 
 NO_END: Final = dt.timedelta(days=3650)
 """How long a pause without an end is asked for; one that is a year or more away counts as such."""
@@ -75,9 +75,9 @@ class Letter(msgspec.Struct, frozen=True, kw_only=True):
             job_class=address.job_class if address else None,
             code=found.get(headers.REASON),
             reason=found.get(headers.DETAIL),
-            attempts=number(found.get(headers.ATTEMPT)),
+            attempts=headers.number(found, headers.ATTEMPT),
             worker=found.get(headers.WORKER),
-            submission=number(found.get(headers.SUBMISSION)),
+            submission=headers.number(found, headers.SUBMISSION),
             deadline=found.get(headers.DEADLINE),
             subject=found.get(headers.SUBJECT),
             size=len(stored.data),
@@ -233,7 +233,7 @@ def queue_address(filter: str, subjects: Subjects) -> JobAddress | None:
 def paused_until(info: Mapping[str, Any]) -> dt.datetime | None:
     """Until when a consumer is paused, if it is."""
     until = info["config"].get("pause_until")
-    return moment(until) if until and info.get("paused") else None
+    return parse_time(until) if until and info.get("paused") else None
 
 
 def job_id(stored: Stored) -> str:
@@ -246,11 +246,6 @@ def job_id(stored: Stored) -> str:
     except InvalidSubject:
         pass
     return str(stored.sequence)
-
-
-def number(text: str | None) -> int | None:
-    """A number in a header, where it is one."""
-    return int(text) if text and text.isascii() and text.isdigit() and len(text) <= 18 else None
 
 
 def _last_tokens(subject: str) -> tuple[str | None, str | None]:

@@ -10,8 +10,9 @@ import asyncio
 from typing import Final
 
 from inferbus.schemas.errors import BusUnavailable
-from inferbus.workers.bus import layout
-from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.jetstream import layout
+from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.client.errors import TimedOut
 from inferbus.workers.client.jobs import Job
 from inferbus.workers.client.messages import Result, read_result
@@ -37,7 +38,7 @@ class Results:
         Raises:
             BusUnavailable: The server did not answer.
         """
-        stored = await self._bus.last(layout.RESULTS, self.subject(job))
+        stored = await JetStream(self._bus).last(layout.RESULTS, self.subject(job))
         if stored is None or not job.answered_by(stored.headers):
             return None
         return read_result(stored.data, stored.headers)

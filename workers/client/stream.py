@@ -15,7 +15,7 @@ import msgspec
 from inferbus.schemas.answers import TokenChunk, Usage
 from inferbus.schemas.errors import BusUnavailable, Cancelled, InferbusError
 from inferbus.schemas.headers import Status
-from inferbus.workers.bus.message import Message
+from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.client.assembler import Assembler, Event, Outcome, Restarted
 from inferbus.workers.client.deltas import whole
 from inferbus.workers.client.messages import Answer

@@ -8,11 +8,13 @@ from typing import Any
 import msgspec
 
 from inferbus.schemas.subjects import JobAddress
-from inferbus.workers.bus import browse, layout
-from inferbus.workers.bus.connection import Bus
-from inferbus.workers.bus.differences import differences
+from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.durations import seconds
 from inferbus.workers.bus.errors import NOT_FOUND, ApiError
-from inferbus.workers.bus.streams import job_consumers, provision
+from inferbus.workers.bus.jetstream import browse, layout
+from inferbus.workers.bus.jetstream.differences import differences
+from inferbus.workers.bus.jetstream.provision import provision
+from inferbus.workers.bus.queue.consumers import job_consumers
 from inferbus.workers.client.records import Queue, queue_address
 from inferbus.workers.config import Settings
 
@@ -86,7 +88,6 @@ async def adopt(bus: Bus, settings: Settings, found: Sequence[StreamState]) -> N
             queue.model,
             [queue.job_class],
             ack_wait=settings.worker.ack_wait,
-            max_deliver=layout.UNLIMITED,
             adopt=True,
         )
 
@@ -108,7 +109,7 @@ async def _stream(bus: Bus, wanted: dict[str, Any], settings: Settings) -> Strea
         messages=state["messages"],
         bytes=state["bytes"],
         max_bytes=found.get("max_bytes", layout.UNLIMITED),
-        max_age=found.get("max_age", 0) / layout.NANO,
+        max_age=seconds(found.get("max_age", 0)),
         storage=found["storage"],
         replicas=found["num_replicas"],
         differences=differences(wanted, found),
@@ -129,7 +130,6 @@ def _consumer(bus: Bus, stream: str, info: dict[str, Any], settings: Settings) -
         address.model,
         address.job_class,
         ack_wait=settings.worker.ack_wait,
-        max_deliver=layout.UNLIMITED,
     )
     return ConsumerState(
         stream=stream,

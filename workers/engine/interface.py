@@ -3,7 +3,7 @@
 One request passes through an engine in three steps. `prepare` checks it,
 renders and tokenises it: the result is a `Prompt`. `generate` runs one choice
 of it as one engine call, a `Leg`, and yields `Delta`s. `Prompt.answer` makes
-an `Answer`, which turns the deltas of all legs into messages for the caller.
+an `AnswerFormatter`, which turns the deltas of all legs into messages for the caller.
 The legs of one request are separate engine calls because SGLang's own `n > 1`
 shares one room between its samples and hangs with prefill apart from decode.
 """
@@ -63,20 +63,26 @@ class Delta(msgspec.Struct, kw_only=True, gc=False):
         token_ids: One or more new tokens; may be none on the last delta.
         text: Their text, as far as it is settled; empty where the engine has no tokenizer.
         finish: On the last delta.
-        meta: The engine's account of the choice so far (SGLang's `meta_info`): `prompt_tokens`,
-            `completion_tokens`, `cached_tokens`, log probabilities of this step's tokens.
-        transfer: Of the KV cache, on the last delta of a prefill leg whose engine can tell.
+        prompt_tokens: Tokens of the choice's prompt.
+        completion_tokens: Tokens of the choice so far, this delta included.
+        cached_tokens: How many of the prompt's tokens came from a prefix cache; None where that is not known.
+        meta: Whatever else the engine has for its own formatter (SGLang's `meta_info`): log probabilities of
+            this step's tokens, finish reason.
+        transfer: Of the KV cache, on the last delta of a prefill leg whose engine measures it.
     """
 
     index: int
     token_ids: list[int]
     text: str
     finish: Finish | None
-    meta: dict[str, Any]
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int | None = None
+    meta: dict[str, Any] = {}
     transfer: Transfer | None = None
 
 
-class Answer(Protocol):
+class AnswerFormatter(Protocol):
     """Turns the deltas of one request into the caller's messages. Used once."""
 
     def chunks(self, deltas: AsyncIterable[Delta]) -> AsyncGenerator[msgspec.Struct | bytes, None]:
@@ -109,20 +115,20 @@ class Prompt(Protocol):
         """The engine call of one choice, without a rendezvous."""
         ...
 
-    def answer(self) -> Answer:
+    def answer(self) -> AnswerFormatter:
         """A fresh formatter for one attempt."""
         ...
 
     def resumed(self, token_ids: list[int], text: str) -> Prompt | None:
-        """The prompt of a request whose answer has come this far already, to go on from there.
+        """The prompt of a request whose answer exists up to here, to be continued.
 
         Args:
             token_ids: The answer's tokens so far.
             text: The text that its reader has.
 
         Returns:
-            None where going on could give another answer than an undisturbed run: several choices, log
-            probabilities, stop strings, grammars, tools, penalties that count what was said, a text that
+            None where continuing could give another answer than an undisturbed run: several choices, log
+            probabilities, stop strings, grammars, tools, penalties that count earlier tokens, a text that
             these tokens do not make.
         """
         ...

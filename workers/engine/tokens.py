@@ -29,7 +29,7 @@ LOWEST_LOGPROB: Final = -9999.0
 
 
 class TokensAnswer:
-    """`inferbus.workers.engine.interface.Answer` of the kind `tokens`; used once.
+    """`inferbus.workers.engine.interface.AnswerFormatter` of the kind `tokens`; used once.
 
     The chunks come with an empty `job`, attempt 0 and `seq` 0, for the role to set.
 
@@ -98,8 +98,8 @@ class TokensAnswer:
         self._choices[index] = choice
         self._open -= 1
         if index == 0:
-            # Later choices hit the cache that the first one filled: only the first one's count has meaning.
-            self._cached = delta.meta.get("cached_tokens")
+            # A later choice finds the prompt that the first one cached: only the first one's count is used.
+            self._cached = delta.cached_tokens
         chunk.finish_reason, chunk.matched = choice.finish_reason, choice.matched
         if not self._open:
             chunk.usage = self._usage()

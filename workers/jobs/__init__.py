@@ -1,4 +1,4 @@
 """The delivery contract: attempts, replies, results, cancellation, deadlines, dead letters.
 
-Nothing here knows SGLang, and nothing knows NATS beyond `inferbus.workers.bus.interface`.
+It knows no SGLang, and of NATS only `inferbus.workers.bus.interface` and the streams' names in `bus.layout`.
 """

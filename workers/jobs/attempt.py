@@ -1,207 +1,198 @@
-"""One attempt, from the envelope to an outcome; what then becomes of the message is `delivery`'s."""
+"""One attempt at one request: who asked, where the answer goes, until when."""
 
 from __future__ import annotations
 
 import datetime as dt
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Mapping
 
 import msgspec
-import structlog
 
-from inferbus.schemas import headers
-from inferbus.schemas.errors import Cancelled, DeadlineExceeded, InferbusError, InternalError
-from inferbus.schemas.requests import AnyRequest
-from inferbus.workers.bus.interface import Broker
-from inferbus.workers.jobs.history import ResumePoint
-from inferbus.workers.jobs.job import Envelope, Job
-from inferbus.workers.jobs.reply import Reply, Served, error_body
-from inferbus.workers.jobs.scope import Scope, Scopes
-
-log = structlog.get_logger()
+from inferbus.schemas import codec, headers, requests
+from inferbus.schemas.errors import InvalidSubject, UnsupportedContentType
+from inferbus.schemas.subjects import LIVE_OWNER, JobClass, JobKey, Kind, Subjects, escape
+from inferbus.workers.bus.interface import Stored
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """What an attempt has to do.
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt at a request or job.
 
     Attributes:
-        job: The attempt.
-        request: Checked as far as that goes without a model.
-        reply: Where chunks go.
-        served: Filled in by whoever does the work.
-        points: Where an earlier attempt at a job can be gone on from, the latest place first.
+        job: The job's id, as the caller knows it.
+        owner: Who submitted it, from the subject; `live` for live requests.
+        model: From the subject.
+        kind: From the subject.
+        number: From 1.
+        job_class: Of a durable job; None for a live request.
+        submission: Stream sequence of a durable job; None for a live request.
+        arrived: When the job was stored or received.
+        reply: Subject of the answer.
+        content_type: Of request and answer.
+        deadline: When it expires.
     """
 
-    job: Job
-    request: AnyRequest
-    reply: Reply
-    served: Served
-    points: list[ResumePoint] = []
-
-
-Generate = Callable[[Work], Awaitable[bytes]]
-"""Answers one request: streams its chunks to the reply if wanted, and returns the whole answer.
-
-Raises `InferbusError`.
-"""
-
-
-class Outcome(msgspec.Struct, kw_only=True):
-    """How an attempt went.
-
-    Attributes:
-        job: The attempt.
-        reply: Where its chunks went.
-        served: Who answered.
-        body: The whole answer, or the error as an answer.
-        error: None on success.
-        streamed: Whether the answer has gone out in chunks already.
-        chunks: How many have gone out.
-        first_chunk: Seconds from the attempt's beginning to the first one; None where none has gone out.
-    """
-
-    job: Job
-    reply: Reply
-    served: Served
-    body: bytes
-    error: InferbusError | None
-    streamed: bool
-    chunks: int = 0
-    first_chunk: float | None = None
+    job: str
+    owner: str
+    model: str
+    kind: Kind
+    number: int
+    job_class: JobClass | None
+    submission: int | None
+    arrived: dt.datetime
+    reply: str
+    content_type: str = codec.JSON
+    deadline: dt.datetime | None = None
 
     @property
-    def status(self) -> headers.Status:
-        """As the end mark says it."""
-        if self.error is None:
-            return "ok"
-        if isinstance(self.error, Cancelled):
-            return "cancelled"
-        return "expired" if isinstance(self.error, DeadlineExceeded) else "error"
+    def key(self) -> JobKey:
+        """As cancel, stream and result subjects name it."""
+        return JobKey(self.owner, self.job)
 
-    def answer(self) -> None:
-        """Sends what is still to be sent, and the end mark."""
-        if self.error is not None or not self.streamed:
-            self.reply.whole(self.body)
-        self.reply.end(self.status)
+    @property
+    def durable(self) -> bool:
+        """Whether it came from a stream."""
+        return self.submission is not None
+
+    def streams(self, request: requests.AnyRequest) -> bool:
+        """Whether chunks are wanted: by the body, else yes for durable jobs, else by the kind's default."""
+        return request.stream if request.stream is not None else (self.durable or request.streams)
 
 
-class Attempts:
-    """Runs the attempts of one worker.
-
-    Args:
-        broker: Where replies go.
-        generate: What the role does.
-        worker: This worker's id.
-        probe_every: See `Reply`; `probe` is set once there is such a subject.
-        patience: Seconds from its arrival in which a request that names no deadline must be answered.
-        now: Wall clock, aware.
+class Envelope(msgspec.Struct, frozen=True, kw_only=True):
+    """A request as it was received, before anything in it was checked.
 
     Attributes:
-        scopes: The attempts under way.
-        probe: Reply subject for finding out that nobody listens.
-        ended: Called with every outcome and the seconds it took.
+        attempt: With defaults in place of every header that may be wrong, so that its owner gets an answer
+            even then.
+        body: As received.
+        headers: As received.
+        subjects: Of this bus.
+        replies: Prefixes of reply subjects that callers may name.
     """
 
-    def __init__(
-        self,
-        broker: Broker,
-        generate: Generate,
-        *,
-        worker: str,
-        probe_every: int = 16,
-        patience: float | None = None,
-        now: Callable[[], dt.datetime] = lambda: dt.datetime.now(dt.UTC),
-    ) -> None:
-        self.scopes = Scopes()
-        self._broker = broker
-        self._generate = generate
-        self._worker = worker
-        self.probe = ""
-        self._probe_every = probe_every
-        self._patience = patience
-        self._now = now
-        self.ended: Callable[[Outcome, float], None] = lambda outcome, seconds: None
-        self._listeners: dict[str, Scope] = {}
+    attempt: Attempt
+    body: bytes
+    headers: Mapping[str, str]
+    subjects: Subjects
+    replies: tuple[str, ...]
 
-    def gone(self, reply: str) -> None:
-        """The server says that nobody listens on a reply subject: its attempt is of no use any more."""
-        scope = self._listeners.get(reply)
-        if scope is not None:
-            scope.end(Cancelled("nobody listens on the reply subject any more"))
+    def open(self) -> tuple[Attempt, requests.AnyRequest]:
+        """The attempt with its headers read, and the checked request.
 
-    async def run(
-        self,
-        envelope: Envelope,
-        scope: Scope,
-        *,
-        points: list[ResumePoint] | None = None,
-        lost: Callable[[], bool] = lambda: False,
-    ) -> Outcome:
-        """One attempt; never raises `InferbusError`, since every failure is an outcome.
-
-        Args:
-            envelope: What to do.
-            scope: Ends it from outside.
-            points: Where an earlier attempt can be gone on from.
-            lost: Whether the job may be somebody else's by now; nothing is sent then.
+        Raises:
+            CallerError: Of any kind; the answer goes to `self.attempt.reply`.
         """
-        job, served, streamed = envelope.job, Served(worker=self._worker), False
-        started = time.monotonic()
-        reply = Reply(self._broker, job, served)
-        log.info("job.started", **facts(job))
-        try:
-            job, request = envelope.open()
-            streamed = job.streams(request)
-            reply = self._reply(job, served, lost)
-            self._listeners[job.reply] = scope
-            work = Work(job=job, request=request, reply=reply, served=served, points=points or [])
-            body = await scope.run(self._generate(work), deadline=self._seconds_left(job))
-            error = None
-        except InferbusError as problem:
-            error = problem
-        except Exception:  # a supervision point: a defect must not take the worker down
-            log.exception("job.defect", **facts(job))
-            error = InternalError("inferbus failed; the worker's log says how")
-        finally:
-            self._listeners.pop(job.reply, None)
-        if error is not None:
-            body = error_body(job, error)
-        outcome = Outcome(
-            job=job,
+        named_id, named_reply = _named_id(self.headers), self.headers.get(headers.REPLY_TO)
+        if named_id:
+            escape(named_id)
+        reply = self.attempt.reply
+        if named_reply is not None and self.attempt.durable:
+            reply = self.subjects.check_reply(named_reply, owner=self.attempt.owner, prefixes=self.replies)
+        attempt = msgspec.structs.replace(
+            self.attempt,
             reply=reply,
-            served=served,
-            body=body,
-            error=error,
-            streamed=streamed,
-            chunks=reply.sent,
-            first_chunk=None if reply.begun is None else reply.begun - started,
+            content_type=codec.content_type(self.headers.get(headers.CONTENT_TYPE)),
+            deadline=headers.parse_deadline(self.headers, arrived=self.attempt.arrived),
         )
-        self.ended(outcome, time.monotonic() - started)
-        return outcome
-
-    def _reply(self, job: Job, served: Served, lost: Callable[[], bool]) -> Reply:
-        probe = "" if job.durable else self.probe
-        return Reply(self._broker, job, served, probe=probe, probe_every=self._probe_every, lost=lost)
-
-    def expired(self, job: Job) -> bool:
-        """Whether a job's deadline has passed; its headers were read."""
-        left = self._seconds_left(job)
-        return left is not None and left <= 0
-
-    def _seconds_left(self, job: Job) -> float | None:
-        if job.deadline is not None:
-            return (job.deadline - self._now()).total_seconds()
-        if self._patience is None:
-            return None
-        return self._patience - (self._now() - job.arrived).total_seconds()
+        request = requests.read(
+            attempt.kind, self.body, content_type=attempt.content_type, model=attempt.model
+        )
+        return attempt, request
 
 
-def facts(job: Job) -> dict[str, object]:
-    """What a log event says of an attempt."""
+def live(
+    message: Stored, *, reply: str, fallback_id: str, subjects: Subjects, replies: tuple[str, ...]
+) -> Envelope:
+    """A live request.
+
+    Args:
+        message: As received, without a stream sequence.
+        reply: The NATS reply subject.
+        fallback_id: The job's id where the caller chose none.
+        subjects: Of this bus.
+        replies: Prefixes of reply subjects that callers may name.
+
+    Raises:
+        InvalidSubject: Of another family.
+        InvalidReplySubject: The worker must not publish there; no answer can be sent.
+    """
+    address = subjects.parse_request(message.subject)
+    attempt = Attempt(
+        job=_usable_id(message.headers) or fallback_id,
+        owner=LIVE_OWNER,
+        model=address.model,
+        kind=address.kind,
+        number=1,
+        job_class=None,
+        submission=None,
+        arrived=message.time,
+        reply=subjects.check_reply(reply, owner=LIVE_OWNER, prefixes=replies),
+        content_type=_readable_type(message.headers),
+    )
+    return Envelope(
+        attempt=attempt, body=message.data, headers=message.headers, subjects=subjects, replies=replies
+    )
+
+
+def durable(message: Stored, *, number: int, subjects: Subjects, replies: tuple[str, ...]) -> Envelope:
+    """A delivery of a durable job.
+
+    Args:
+        message: As stored.
+        number: Of the attempt.
+        subjects: Of this bus.
+        replies: Prefixes of reply subjects that callers may name.
+
+    Raises:
+        InvalidSubject: Of another family.
+    """
+    address = subjects.parse_job(message.subject)
+    job = _usable_id(message.headers) or str(message.sequence)
+    attempt = Attempt(
+        job=job,
+        owner=address.owner,
+        model=address.model,
+        kind=address.kind,
+        number=number,
+        job_class=address.job_class,
+        submission=message.sequence,
+        arrived=message.time,
+        reply=subjects.stream(address.owner, job),
+        content_type=_readable_type(message.headers),
+    )
+    return Envelope(
+        attempt=attempt, body=message.data, headers=message.headers, subjects=subjects, replies=replies
+    )
+
+
+def facts(attempt: Attempt) -> dict[str, object]:
+    """Fields of an attempt's log events."""
     return {
-        "job": job.id,
-        "owner": job.owner,
-        "kind": job.kind,
-        "attempt": job.attempt,
-        "submission": job.submission,
+        "job": attempt.job,
+        "owner": attempt.owner,
+        "kind": attempt.kind,
+        "attempt": attempt.number,
+        "submission": attempt.submission,
     }
+
+
+def _named_id(fields: Mapping[str, str]) -> str | None:
+    return fields.get(headers.JOB_ID) or fields.get(headers.MSG_ID)
+
+
+def _usable_id(fields: Mapping[str, str]) -> str | None:
+    """The id that the caller chose, unless no subject can carry it."""
+    named = _named_id(fields)
+    try:
+        if named:
+            escape(named)
+    except InvalidSubject:
+        return None
+    return named
+
+
+def _readable_type(fields: Mapping[str, str]) -> str:
+    """The content type of error answers: JSON where the caller's is unknown."""
+    try:
+        return codec.content_type(fields.get(headers.CONTENT_TYPE))
+    except UnsupportedContentType:
+        return codec.JSON

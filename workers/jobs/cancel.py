@@ -1,4 +1,4 @@
-"""Cancellation: a mark in a stream that outlives the message, so that a queued job is hit as well.
+"""Cancellation. Cancels are kept in a stream, so that one also applies to a job that is still queued.
 
 A cancel aims at one submission: at the one it names by its stream sequence
 (`Infer-Submission`), else at every submission of that job that the server had
@@ -18,7 +18,7 @@ from inferbus.schemas import headers
 from inferbus.schemas.errors import BusUnavailable, Cancelled, InvalidSubject
 from inferbus.schemas.subjects import Subjects
 from inferbus.workers.bus.interface import Broker, Stored
-from inferbus.workers.bus.layout import CANCEL
+from inferbus.workers.bus.jetstream.layout import CANCEL
 from inferbus.workers.jobs.scope import Scope, Scopes
 
 log = structlog.get_logger()
@@ -28,33 +28,43 @@ PAUSE: Final = 1.0
 
 
 class Cancels:
-    """Applies cancel messages to this worker's attempts."""
+    """Applies cancel messages to this worker's attempts.
+
+    Args:
+        broker: Keeps the stream.
+        scopes: The attempts under way.
+        subjects: Of this bus.
+    """
 
     def __init__(self, broker: Broker, scopes: Scopes, subjects: Subjects) -> None:
         self._broker = broker
         self._scopes = scopes
         self._subjects = subjects
 
-    def arrived(self, subject: str, found: Mapping[str, str]) -> None:
-        """A cancel message came by: ends the attempts here that it aims at.
+    def arrived(self, subject: str, fields: Mapping[str, str]) -> None:
+        """Ends the attempts here that a cancel message aims at.
 
-        It overtakes nothing that was submitted after it, so whatever runs here now was there before.
+        Messages are not reordered, so whatever runs here now was submitted before the cancel.
+
+        Args:
+            subject: Of the message.
+            fields: Its headers.
         """
         try:
             key = self._subjects.parse_key(subject, "cancel")
         except InvalidSubject:
             log.warning("cancel.ignored", reason="not a cancel subject")
             return
-        named = found.get(headers.SUBMISSION)
+        named = fields.get(headers.SUBMISSION)
         for scope in self._scopes.find(key):
             if named is None or scope.submission is None or named == str(scope.submission):
                 end(scope)
 
-    async def hit(self, scope: Scope) -> bool:
+    async def aimed_at(self, scope: Scope) -> bool:
         """Whether a stored cancel aims at an attempt at a durable job.
 
-        The newest one is looked at first, since nearly always there is none. One that aims elsewhere may
-        have come after one that does not: each submission under one id has cancels of its own.
+        The newest one is read first, since nearly always there is none. Where it aims at another submission,
+        the older ones are read too: each submission under one id has cancels of its own.
 
         Raises:
             BusUnavailable: The server did not answer.
@@ -67,11 +77,11 @@ class Cancels:
         return any(hits(mark, submission=scope.submission, stored=scope.stored) for mark in marks)
 
     async def catch_up(self) -> None:
-        """After NATS was away: ends the attempts whose cancel came by meanwhile and was not heard."""
+        """After NATS was away: ends the attempts whose cancel was missed meanwhile."""
         for scope in self._scopes:
             while scope.stored is not None and scope in self._scopes.find(scope.key):
                 try:
-                    if await self.hit(scope):
+                    if await self.aimed_at(scope):
                         end(scope)
                     break
                 except BusUnavailable as error:

@@ -1,11 +1,13 @@
-"""The delivery contract of durable jobs, in the order of its table: before an attempt, and after it.
+"""The delivery contract of durable jobs: `HeldJob` is its table, before an attempt and after it.
 
     taken      → result there already?      acknowledge, nothing else
-               → handed in once more?       the result that it has already, again
+               → taken over meanwhile?      leave it to its new owner
+               → a repeated submission?     the result that it has already, again
                → workers died of it?        last attempts are made alone; after those, dead letter
                → cancelled while queued?    cancelled, without touching the engine
     succeeded  → result stored once → end mark → acknowledged
     caller's fault, cancelled, expired → the same, with the error as the result
+    taken over → leave it to its new owner
     draining   → handed back at once
     failed     → tried again after a growing delay; after the last attempt: dead letter → result → terminated
 
@@ -18,10 +20,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
+import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Final, Literal, TypeVar, cast
+from collections.abc import Callable
+from typing import Final, cast
 
 import msgspec
 import structlog
@@ -37,41 +39,38 @@ from inferbus.schemas.errors import (
     LeaseLost,
     PayloadTooLarge,
 )
-from inferbus.schemas.subjects import Subjects
 from inferbus.workers.bus.interface import Broker, Delivery, Stored
-from inferbus.workers.bus.layout import RESULTS
-from inferbus.workers.bus.layout import STREAM as CHUNKS
 from inferbus.workers.jobs import cancel
-from inferbus.workers.jobs.attempt import Attempts, Outcome, facts
+from inferbus.workers.jobs.attempt import Attempt, Envelope, durable, facts
 from inferbus.workers.jobs.cancel import Cancels
-from inferbus.workers.jobs.duplicate import origin, repeats
-from inferbus.workers.jobs.history import ResumePoint, points
-from inferbus.workers.jobs.job import Envelope, Job, durable
-from inferbus.workers.jobs.quarantine import LAST_ATTEMPTS, LastAttempts, given_up
+from inferbus.workers.jobs.dead_letters import DeadLetters
+from inferbus.workers.jobs.duplicate import origin
+from inferbus.workers.jobs.fields import number, without_nats
+from inferbus.workers.jobs.history import History
+from inferbus.workers.jobs.observer import Observer, Settlement
+from inferbus.workers.jobs.outcome import AttemptOutcome
+from inferbus.workers.jobs.quarantine import LAST_ATTEMPTS, Quarantine
 from inferbus.workers.jobs.reply import Reply, Served, error_body, served_headers
-from inferbus.workers.jobs.retry import RetryPolicy
+from inferbus.workers.jobs.results import FinalResult, ResultStore
+from inferbus.workers.jobs.runner import AttemptRunner
 from inferbus.workers.jobs.scope import Scope
+from inferbus.workers.jobs.settings import JobSettings
 
 log = structlog.get_logger()
 
-T = TypeVar("T")
-
-Settled = Literal["finished", "retried", "handed_back", "deferred", "dead", "repeated", "left"]
-"""What became of a delivery: answered, be it with the caller's error or `cancelled`; to be tried again; given
-back by a worker that stops; given back until another job's last attempt is over; given up; answered already;
-another worker's by now, or NATS is away."""
-
-PATIENCE: Final = 300.0
-"""Seconds for which a finished answer waits for NATS to come back."""
-
-FIRST_PAUSE: Final = 0.1
-LONGEST_PAUSE: Final = 5.0
-
 DEFERRED: Final = 5.0
-"""Seconds after which a job whose last attempt had to wait comes again, here or elsewhere."""
+"""Seconds after which a job that found the quarantine occupied comes again, here or elsewhere."""
 
-_WHOSE: Final = (headers.SUBMISSION, headers.ATTEMPT, headers.WORKER)
-"""What tells one attempt's result from every other's."""
+EVENTS: Final[dict[Settlement, tuple[int, str]]] = {
+    "finished": (logging.INFO, "job.finished"),
+    "retried": (logging.WARNING, "job.retried"),
+    "handed_back": (logging.INFO, "job.handed_back"),
+    "deferred": (logging.INFO, "job.deferred"),
+    "dead": (logging.ERROR, "job.dead"),
+    "repeated": (logging.INFO, "job.acknowledged"),
+    "left": (logging.WARNING, "job.left"),
+}
+"""How each end of a delivery is logged."""
 
 
 class Deliveries:
@@ -79,329 +78,258 @@ class Deliveries:
 
     Args:
         broker: Where results, replies and dead letters go.
-        attempts: Runs them.
-        cancels: Knows which jobs their owners gave up.
-        subjects: Of this bus.
-        policy: How often and how soon a job is tried again.
-        replies: Prefixes of reply subjects that callers may name.
-        worker: This worker's id.
-        window: Seconds within which a second submission under one message id is none.
+        runner: Makes the attempts.
+        cancels: Knows which jobs their owners cancelled.
+        settings: Of the worker.
+        observer: Told what became of each delivery.
         clock: Monotonic seconds.
 
     Attributes:
-        settled: Called with what became of each delivery, and the error that it was about.
+        results: Stored ones.
+        dead_letters: Stores them.
+        quarantine: Of last attempts.
+        history: Chunks of earlier attempts.
     """
 
     def __init__(
         self,
         broker: Broker,
-        attempts: Attempts,
+        runner: AttemptRunner,
         cancels: Cancels,
+        settings: JobSettings,
         *,
-        subjects: Subjects,
-        policy: RetryPolicy,
-        replies: tuple[str, ...],
-        worker: str,
-        window: float,
+        observer: Observer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._broker = broker
-        self._attempts = attempts
-        self._last = LastAttempts(broker, subjects)
-        self._cancels = cancels
-        self._subjects = subjects
-        self._policy = policy
-        self._replies = replies
-        self._worker = worker
-        self._window = window
-        self._clock = clock
-        self.settled: Callable[[Job, Settled, InferbusError | None], None] = lambda job, outcome, error: None
+        self.broker = broker
+        self.runner = runner
+        self.cancels = cancels
+        self.settings = settings
+        self.observer = observer or Observer()
+        self.results = ResultStore(broker, settings, clock)
+        self.dead_letters = DeadLetters(broker, settings, clock)
+        self.quarantine = Quarantine(broker, settings, clock)
+        self.history = History(broker, settings.subjects)
 
     async def handle(self, delivery: Delivery) -> None:
-        """Sees one delivery through to its acknowledgement, or gives it back.
+        """Takes one delivery to its acknowledgement, or gives it back.
 
         Where NATS is away the job is left alone: it will be delivered again, and the result that may be
         stored already is found then.
         """
-        message = delivery.message
+        message, settings = delivery.message, self.settings
         try:
             envelope = durable(
-                message, attempt=delivery.attempt, subjects=self._subjects, replies=self._replies
+                message, number=delivery.attempt, subjects=settings.subjects, replies=settings.replies
             )
         except CallerError as error:
             log.error("job.unreadable", subject=message.subject, sequence=message.sequence, code=error.code)
             await delivery.term(error.code)
             return
+        job = HeldJob(self, delivery, envelope)
         try:
-            await self._handle(delivery, envelope)
+            await job.handle()
         except BusUnavailable as error:
-            log.warning("job.left", reason=error.message, **facts(envelope.job))
-            self.settled(envelope.job, "left", error)
+            job.settled("left", error, reason=error.message)
 
-    async def _handle(self, delivery: Delivery, envelope: Envelope) -> None:
-        previous, (envelope, orderly) = await asyncio.gather(
-            self._result(envelope.job), self._numbered(envelope)
-        )
-        job = envelope.job
-        if previous is not None and _submission(previous) >= (job.submission or 0):
-            await delivery.ack()
-            log.info("job.acknowledged", reason="its result is stored", **facts(job))
-            self.settled(job, "repeated", None)
-            return
-        if delivery.stale:
-            # It waited for its turn while NATS was away, and was given to somebody else.
-            log.warning("job.left", reason="another worker may have taken it over", **facts(job))
-            self.settled(job, "left", None)
-            return
-        expect = 0 if previous is None else previous.sequence
-        if previous is not None and (answer := await self._answered(job, delivery.message)) is not None:
-            await self._restate(delivery, envelope, answer, expect)
-            return
-        if job.attempt == 1 or not self._policy.last(job.attempt):
-            await self._attempt(delivery, envelope, expect)
-        elif self._policy.attempts == 1:
-            error = AttemptsExhausted("it came once more after its only attempt")
-            await self._bury(delivery, self._failed(job, error), expect)
-        elif orderly:
-            await self._attempt(delivery, envelope, expect)
-        else:
-            await self._attempt_alone(delivery, envelope, expect)
 
-    async def _attempt_alone(self, delivery: Delivery, envelope: Envelope, expect: int) -> None:
-        """A last attempt at a job whose workers fell silent."""
-        job = envelope.job
-        begun = await self._last.begun(job)
-        if begun >= LAST_ATTEMPTS:
-            error = AttemptsExhausted("its workers ended without an answer, the last ones alone with it")
-            await self._bury(delivery, self._failed(job, error), expect)
-        elif not self._last.running:
-            with self._last.alone():
-                await self._attempt(delivery, envelope, expect, begun=begun)
-        elif await self._over(envelope):
-            await self._attempt(delivery, envelope, expect)
-        else:
-            await delivery.nak(DEFERRED)
-            log.info("job.deferred", **facts(job))
-            self.settled(job, "deferred", None)
+class HeldJob:
+    """One delivery of one job, from taking it to its end.
 
-    async def _over(self, envelope: Envelope) -> bool:
-        """Whether an attempt would end before it comes to an engine."""
-        try:
-            job, _ = envelope.open()
-        except CallerError:
-            return True
-        if self._attempts.expired(job):
-            return True
-        return await self._cancels.hit(Scope(job.key, submission=job.submission, stored=job.arrived))
+    Args:
+        parts: What all deliveries of the worker share.
+        delivery: This one.
+        envelope: The job as it came.
+    """
 
-    async def _attempt(
-        self, delivery: Delivery, envelope: Envelope, expect: int, *, begun: int | None = None
-    ) -> None:
-        """One attempt; a last one where `begun` says how many of those there were before."""
-        job = envelope.job
-        scope = Scope(job.key, submission=job.submission, stored=job.arrived)
-        forget = self._attempts.scopes.add(scope)
-        try:
-            if await self._cancels.hit(scope):
-                cancel.end(scope)
-            points = await self._points(job)
-            if begun is not None:
-                subject = self._subjects.attempts(job.owner, job.id)
-                await self._patiently(subject, lambda: self._last.count(job, begun + 1))
-                if delivery.stale:
-                    scope.end(LeaseLost("another worker may have taken the job over"))
-            outcome = await self._attempts.run(envelope, scope, points=points, lost=lambda: delivery.stale)
-        finally:
-            forget()
-        if begun is not None and (delivery.stale or isinstance(outcome.error, LeaseLost)):
-            self._last.take_back(job, begun)
-        elif begun is not None and isinstance(outcome.error, Draining):
-            await self._last.count(job, begun)
-        await self._settle(delivery, outcome, expect)
+    def __init__(self, parts: Deliveries, delivery: Delivery, envelope: Envelope) -> None:
+        self._parts = parts
+        self._delivery = delivery
+        self._envelope = envelope
 
-    async def _answered(self, job: Job, message: Stored) -> Stored | None:
-        """The result of the submission that this one repeats; see `duplicate`."""
-        results = await self._broker.read(RESULTS, self._subjects.result(job.owner, job.id))
-        window = self._window
-        return next((each for each in reversed(results) if repeats(message, each, window=window)), None)
+    @property
+    def attempt(self) -> Attempt:
+        """The attempt that this delivery is about, as far as the headers need not be read for it."""
+        return self._envelope.attempt
 
-    async def _restate(self, delivery: Delivery, envelope: Envelope, answer: Stored, expect: int) -> None:
-        """What was answered is the answer to a repeated submission too, under its own number."""
-        job = envelope.job
-        with contextlib.suppress(CallerError):
-            job, _ = envelope.open()  # It may name where its answer goes.
-        told = {name: text for name, text in answer.headers.items() if not name.startswith("Nats-")}
-        found = told | {headers.SUBMISSION: str(job.submission)}
-        job = msgspec.structs.replace(job, attempt=_number(told[headers.ATTEMPT]))
-        subject = self._subjects.result(job.owner, job.id)
-        store = functools.partial(self._store_once, job, answer.data, found, expect)
-        if await self._patiently(subject, store) and not delivery.stale:
-            prefill = told.get(headers.PREFILL_WORKER)
-            reply = Reply(self._broker, job, Served(worker=told[headers.WORKER], prefill=prefill))
-            reply.whole(answer.data)
-            reply.end(cast(headers.Status, told[headers.STATUS]))
-            await self._broker.flush()
-        await delivery.ack()
-        log.warning("job.acknowledged", reason="it had ended under an earlier number", **facts(job))
-        self.settled(job, "repeated", None)
-
-    async def _numbered(self, envelope: Envelope) -> tuple[Envelope, bool]:
-        """The attempt's number is above all that readers have seen: a server that was killed counts anew.
-
-        Returns:
-            And whether the attempt before it was given up in good order, as far as that is known: what its
-            worker says last of an answer that goes to an inbox is nowhere stored.
-        """
-        job = envelope.job
-        newest = await self._broker.last(CHUNKS, job.reply)
-        if newest is None or newest.headers.get(headers.SUBMISSION) != str(job.submission):
-            return envelope, False
-        seen = _number(newest.headers.get(headers.ATTEMPT, ""))
-        job = msgspec.structs.replace(job, attempt=max(job.attempt, seen + 1))
-        over = job.attempt == seen + 1 and given_up(newest)
-        return msgspec.structs.replace(envelope, job=job), over
-
-    async def _points(self, job: Job) -> list[ResumePoint]:
-        """Where an earlier attempt can be gone on from. Chunks that went to an inbox are nowhere stored."""
-        if job.attempt == 1 or job.submission is None:
-            return []
-        stored = await self._broker.read(CHUNKS, self._subjects.stream(job.owner, job.id))
-        return points(stored, submission=job.submission, before=job.attempt)
-
-    async def _settle(self, delivery: Delivery, outcome: Outcome, expect: int) -> None:
-        error, job = outcome.error, outcome.job
-        if error is None or isinstance(error, CallerError | Ended):
-            await self._conclude(delivery, outcome, expect)
-            await delivery.ack()
-            code = outcome.error and outcome.error.code
-            log.info("job.finished", status=outcome.status, code=code, **facts(job))
-            self.settled(job, "finished", outcome.error)
-        elif delivery.stale or isinstance(error, LeaseLost):
-            # Asking for it back would take it from its new owner.
-            log.warning("job.left", reason=error.message, **facts(job))
-            self.settled(job, "left", error)
-        elif isinstance(error, Draining):
-            outcome.reply.retrying(error)
-            await delivery.nak(0.0)
-            log.info("job.handed_back", **facts(job))
-            self.settled(job, "handed_back", error)
-        elif self._policy.last(job.attempt):
-            await self._bury(delivery, outcome, expect)
-        else:
-            delay = self._policy.delay(job.attempt)
-            outcome.reply.retrying(error)
-            await delivery.nak(delay)
-            log.warning("job.retried", code=error.code, reason=error.message, delay=delay, **facts(job))
-            self.settled(job, "retried", error)
-
-    async def _bury(self, delivery: Delivery, outcome: Outcome, expect: int) -> None:
-        """A dead letter first, so that whatever fails after it loses nothing."""
-        job, message = outcome.job, delivery.message
-        code = outcome.error.code if outcome.error else ""
-        reason = outcome.error.message if outcome.error else ""
-        # The server's own headers were about the submission, and would be about the letter now.
-        kept = {name: text for name, text in message.headers.items() if not name.startswith("Nats-")}
-        letter = {
-            **kept,
-            headers.REASON: code,
-            headers.DETAIL: reason,
-            headers.ATTEMPT: str(job.attempt),
-            headers.JOB_ID: job.id,
-            headers.SUBJECT: message.subject,
-            headers.SUBMISSION: str(message.sequence),
-            headers.WORKER: self._worker,
-            headers.MSG_ID: f"dead-{message.sequence}",
-        }
-        subject = self._subjects.dead(job.model, job.kind)
-        try:
-            await self._patiently(subject, lambda: self._broker.store(subject, message.data, letter))
-        except PayloadTooLarge as error:
-            # The job just fitted; with a letter's own headers it does not. Its error is its result.
-            log.error("job.no_letter", reason=error.message, **facts(job))
-        await self._conclude(delivery, outcome, expect)
-        await delivery.term(code)
-        log.error("job.dead", code=code, reason=reason, **facts(job))
-        self.settled(job, "dead", outcome.error)
-
-    async def _conclude(self, delivery: Delivery, outcome: Outcome, expect: int) -> None:
-        """Stores the one result, then ends the reply; a second owner's result is dropped.
-
-        An owner that was out of touch for too long may still have the first result, and it counts; but it
-        says nothing more to readers, who may be listening to its successor.
-        """
-        try:
-            ours = await self._store_result(delivery, outcome, expect)
-        except PayloadTooLarge as error:
-            # Another attempt would not make it smaller.
-            outcome.error = PayloadTooLarge(f"the answer as a whole cannot be stored: {error.message}")
-            outcome.body = error_body(outcome.job, outcome.error)
-            ours = await self._store_result(delivery, outcome, expect)
-        if not ours:
-            log.warning("job.superseded", **facts(outcome.job))
-        elif not delivery.stale:
-            outcome.answer()
-            await self._broker.flush()
-
-    async def _store_result(self, delivery: Delivery, outcome: Outcome, expect: int) -> bool:
-        job = outcome.job
-        served = served_headers(job, outcome.served)
-        found = {headers.STATUS: outcome.status, **served, **origin(delivery.message)}
-        subject = self._subjects.result(job.owner, job.id)
-        return await self._patiently(subject, lambda: self._store_once(job, outcome.body, found, expect))
-
-    async def _store_once(self, job: Job, body: bytes, found: Mapping[str, str], expect: int) -> bool:
-        """Stores a result unless this submission or a later one has one; whether the one there is this one.
-
-        What came in between may be the result of an earlier submission with the same id, which must not
-        keep this one from having its own; or this very result, whose confirmation was lost.
-        """
-        subject = self._subjects.result(job.owner, job.id)
-        while await self._broker.store(subject, body, found, expect=expect) is None:
-            newest = await self._result(job)
-            if newest is not None and _submission(newest) >= (job.submission or 0):
-                return all(newest.headers.get(name) == found[name] for name in _WHOSE)
-            before, expect = expect, 0 if newest is None else newest.sequence
-            if expect == before:
-                raise BusUnavailable("the newest result cannot be seen yet")
-        return True
-
-    async def _patiently(self, subject: str, store: Callable[[], Awaitable[T]]) -> T:
-        """Stores, and while NATS is away goes on trying: a finished answer is not thrown away for that.
+    async def handle(self) -> None:
+        """The table, before an attempt.
 
         Raises:
-            BusUnavailable: Not within `PATIENCE`.
+            BusUnavailable: NATS is away, or was for too long.
         """
-        deadline = self._clock() + PATIENCE
-        pause = FIRST_PAUSE
-        while True:
-            try:
-                return await store()
-            except BusUnavailable as error:
-                if self._clock() + pause > deadline:
-                    raise
-                log.warning("result.waiting", subject=subject, reason=error.message)
-                await asyncio.sleep(pause)
-                pause = min(pause * 2, LONGEST_PAUSE)
+        policy = self._parts.settings.policy
+        result, in_order = await self._look_up()
+        if result.stored:
+            await self._delivery.ack()
+            self.settled("repeated", reason="its result is stored")
+        elif self._delivery.stale:
+            self.settled("left", reason="another worker may have taken it over")
+        elif (earlier := await self._answered_before(result)) is not None:
+            await self._answer_again(result, earlier)
+        elif self.attempt.number == 1 or not policy.last(self.attempt.number):
+            await self._try(result)
+        elif policy.attempts == 1:
+            await self._give_up(result, "it came once more after its only attempt")
+        elif in_order:
+            await self._try(result)
+        else:
+            await self._try_last(result)
 
-    async def _result(self, job: Job) -> Stored | None:
-        return await self._broker.last(RESULTS, self._subjects.result(job.owner, job.id))
+    async def _settle(self, result: FinalResult, outcome: AttemptOutcome) -> None:
+        """The table, after an attempt."""
+        policy, error, attempt = self._parts.settings.policy, outcome.error, outcome.attempt
+        if error is None or isinstance(error, CallerError | Ended):
+            outcome = await self._conclude(result, outcome)
+            await self._delivery.ack()
+            self.settled("finished", outcome.error, status=outcome.status, code=outcome.code)
+        elif self._delivery.stale or isinstance(error, LeaseLost):
+            # Handing it back would take it from its new owner.
+            self.settled("left", error, reason=error.message)
+        elif isinstance(error, Draining):
+            outcome.reply.retrying(error)
+            await self._delivery.nak(0.0)
+            self.settled("handed_back", error)
+        elif policy.last(attempt.number):
+            await self._bury(result, outcome, error)
+        else:
+            delay = policy.delay(attempt.number)
+            outcome.reply.retrying(error)
+            await self._delivery.nak(delay)
+            self.settled("retried", error, code=error.code, reason=error.message, delay=delay)
 
-    def _failed(self, job: Job, error: InferbusError) -> Outcome:
-        served = Served(worker=self._worker)
-        return Outcome(
-            job=job,
-            reply=Reply(self._broker, job, served),
-            served=served,
-            body=error_body(job, error),
-            error=error,
-            streamed=False,
+    async def _look_up(self) -> tuple[FinalResult, bool]:
+        """Where the result belongs, and whether the attempt before this one ended in order, if that is known.
+
+        The attempt gets a number above all that readers have seen: a server that was killed may have
+        forgotten deliveries.
+        """
+        result, latest = await asyncio.gather(
+            self._parts.results.of(self.attempt), self._parts.history.latest(self.attempt)
         )
+        following = latest.number + 1
+        attempt = msgspec.structs.replace(self.attempt, number=max(self.attempt.number, following))
+        self._envelope = msgspec.structs.replace(self._envelope, attempt=attempt)
+        return result, latest.ended_in_order and attempt.number == following
 
+    async def _try(self, result: FinalResult, *, begun: int | None = None) -> None:
+        """One attempt; a last one where `begun` says how many of those began before it."""
+        parts, scope = self._parts, self._scope()
+        forget = parts.runner.scopes.add(scope)
+        try:
+            if await parts.cancels.aimed_at(scope):
+                cancel.end(scope)
+            resume_points = await parts.history.resume_points(self.attempt)
+            if begun is not None:
+                await parts.quarantine.count(self.attempt, begun)
+                if self._delivery.stale:
+                    scope.end(LeaseLost("another worker may have taken the job over"))
+            outcome = await parts.runner.run(
+                self._envelope, scope, resume_points=resume_points, lost=lambda: self._delivery.stale
+            )
+        finally:
+            forget()
+        if begun is not None:
+            await self._uncount(outcome, begun)
+        await self._settle(result, outcome)
 
-def _submission(result: Stored) -> int:
-    """The submission that a stored result answers."""
-    return _number(result.headers.get(headers.SUBMISSION, ""))
+    async def _try_last(self, result: FinalResult) -> None:
+        """A last attempt at a job whose workers died: nothing else is in quarantine meanwhile."""
+        quarantine = self._parts.quarantine
+        begun = await quarantine.begun(self.attempt)
+        if begun >= LAST_ATTEMPTS:
+            await self._give_up(result, "its workers ended without an answer, the last ones alone with it")
+        elif not quarantine.occupied:
+            with quarantine.entered():
+                await self._try(result, begun=begun)
+        elif await self._ends_before_the_engine():
+            await self._try(result)
+        else:
+            await self._delivery.nak(DEFERRED)
+            self.settled("deferred")
 
+    async def _uncount(self, outcome: AttemptOutcome, begun: int) -> None:
+        """A last attempt that was not the job's fault does not count."""
+        if self._delivery.stale or isinstance(outcome.error, LeaseLost):
+            self._parts.quarantine.uncount_later(self.attempt, begun)
+        elif isinstance(outcome.error, Draining):
+            await self._parts.quarantine.uncount(self.attempt, begun)
 
-def _number(text: str) -> int:
-    return int(text) if text.isascii() and text.isdigit() else 0
+    async def _ends_before_the_engine(self) -> bool:
+        """Whether an attempt would be refused, late or cancelled."""
+        try:
+            attempt, _ = self._envelope.open()
+        except CallerError:
+            return True
+        return self._parts.runner.expired(attempt) or await self._parts.cancels.aimed_at(self._scope())
+
+    async def _answered_before(self, result: FinalResult) -> Stored | None:
+        """The result of the submission that this one repeats."""
+        if result.first:
+            return None
+        return await self._parts.results.of_repeated(self.attempt, self._delivery.message)
+
+    async def _answer_again(self, result: FinalResult, earlier: Stored) -> None:
+        """What was answered is the answer to a repeated submission too, under its own number."""
+        attempt = self.attempt
+        with contextlib.suppress(CallerError):
+            attempt, _ = self._envelope.open()  # Its headers may name another reply subject.
+        answered = without_nats(earlier.headers)
+        attempt = msgspec.structs.replace(attempt, number=number(answered[headers.ATTEMPT]))
+        fields = answered | {headers.SUBMISSION: str(attempt.submission)}
+        if await result.store(earlier.data, fields) and not self._delivery.stale:
+            served = Served(worker=answered[headers.WORKER], prefill=answered.get(headers.PREFILL_WORKER))
+            reply = Reply(self._parts.broker, attempt, served)
+            reply.whole(earlier.data)
+            reply.end(cast(headers.Status, answered[headers.STATUS]))
+            await self._parts.broker.flush()
+        await self._delivery.ack()
+        self.settled("repeated", reason="it had ended under an earlier number")
+
+    async def _give_up(self, result: FinalResult, reason: str) -> None:
+        """A job that is not tried again."""
+        error = AttemptsExhausted(reason)
+        await self._bury(result, self._parts.runner.failed(self.attempt, error), error)
+
+    async def _bury(self, result: FinalResult, outcome: AttemptOutcome, error: InferbusError) -> None:
+        """The dead letter comes first, so that nothing is lost if a later step fails."""
+        await self._parts.dead_letters.store(outcome.attempt, self._delivery.message, error)
+        await self._conclude(result, outcome)
+        await self._delivery.term(error.code)
+        self.settled("dead", error, code=error.code, reason=error.message)
+
+    async def _conclude(self, result: FinalResult, outcome: AttemptOutcome) -> AttemptOutcome:
+        """Stores the one result, then ends the reply; a second owner's result is dropped.
+
+        An owner that was out of touch for too long may still store the first result, and it counts; but it
+        sends no more to readers, who may be listening to its successor.
+        """
+        try:
+            ours = await self._store(result, outcome)
+        except PayloadTooLarge as problem:
+            # Another attempt would not make it smaller.
+            error = PayloadTooLarge(f"the answer as a whole cannot be stored: {problem.message}")
+            body = error_body(outcome.attempt, error)
+            outcome = msgspec.structs.replace(outcome, error=error, body=body)
+            ours = await self._store(result, outcome)
+        if not ours:
+            log.warning("job.superseded", **facts(outcome.attempt))
+        elif not self._delivery.stale:
+            outcome.answer()
+            await self._parts.broker.flush()
+        return outcome
+
+    async def _store(self, result: FinalResult, outcome: AttemptOutcome) -> bool:
+        served = served_headers(outcome.attempt, outcome.reply.served)
+        fields = {headers.STATUS: outcome.status, **served, **origin(self._delivery.message)}
+        return await result.store(outcome.body, fields)
+
+    def _scope(self) -> Scope:
+        attempt = self.attempt
+        return Scope(attempt.key, submission=attempt.submission, stored=attempt.arrived)
+
+    def settled(self, settlement: Settlement, error: InferbusError | None = None, **more: object) -> None:
+        """Logs the end of the delivery, and reports it to the observer."""
+        level, event = EVENTS[settlement]
+        log.log(level, event, **more, **facts(self.attempt))
+        self._parts.observer.settled(self.attempt, settlement, error)

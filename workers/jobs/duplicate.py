@@ -1,8 +1,8 @@
-"""A submission that is none: handed in once more under its message id, after its job had ended.
+"""A submission that repeats another: sent again under its message id, after its job had ended.
 
 JetStream drops a message whose `Nats-Msg-Id` it has seen within the stream's window. But a server that
 restarts learns the ids anew from the messages that its streams still hold (`rebuildDedupe`), and a job that
-has ended is in its queue no more. So results say under which id their job was submitted, and when.
+has ended has left its queue. So results hold the id under which their job was submitted, and when.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def origin(message: Stored) -> dict[str, str]:
 
 
 def repeats(message: Stored, result: Stored, *, window: float) -> bool:
-    """Whether a job is the one that a result ended, handed in once more within so many seconds."""
+    """Whether a job is the one that a result ended, submitted again within so many seconds."""
     named = message.headers.get(headers.MSG_ID)
     if not named or result.headers.get(headers.MESSAGE_ID) != named:
         return False

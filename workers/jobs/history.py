@@ -1,30 +1,35 @@
-"""What earlier attempts at a durable job have said, from the chunks that the stream still holds.
+"""What earlier attempts at a durable job have sent, from the chunks that the stream still holds.
 
-A worker that takes a job over goes on after the last chunk that it can, so
-that the caller's sentence goes on. An attempt that went on after another says
-so on its first chunk (`Infer-Continues`), so the history of a job is a chain.
+A worker that takes a job over resumes it after the last chunk that it can, so
+that the reader's text is continued. An attempt that continued another names it
+on its first chunk (`Infer-Continues`), so the history of a job is a chain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
 from inferbus.schemas import headers
+from inferbus.schemas.answers import Retrying
 from inferbus.schemas.headers import Continuation
-from inferbus.workers.bus.interface import Stored
+from inferbus.schemas.subjects import Subjects
+from inferbus.workers.bus.interface import Broker, Stored
+from inferbus.workers.bus.jetstream.layout import STREAM
+from inferbus.workers.jobs.attempt import Attempt
+from inferbus.workers.jobs.fields import number
 
 
-class Said(msgspec.Struct, frozen=True, kw_only=True):
+class StoredChunk(msgspec.Struct, frozen=True, kw_only=True):
     """One chunk.
 
     Attributes:
-        attempt: Whose.
+        attempt: Number of its attempt.
         seq: Its number there.
-        token_ids: The tokens behind it.
-        text: Its text; None where it has something else to say than text and tokens.
+        token_ids: The tokens that its text was made of.
+        text: Its text; None where it holds anything else than text and tokens.
         finished: Whether it ended the choice.
     """
 
@@ -35,12 +40,24 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
     finished: bool
 
 
-class ResumePoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A place to go on from.
+class LatestAttempt(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest attempt that readers have seen.
 
     Attributes:
-        after: The attempt, and how many of its chunks stand.
-        token_ids: Everything said up to there.
+        number: 0: they have seen none.
+        ended_in_order: Whether its worker gave it up in order, by what it sent last.
+    """
+
+    number: int
+    ended_in_order: bool
+
+
+class ResumePoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A place from which an answer can be resumed.
+
+    Attributes:
+        after: The attempt, and how many of its chunks are kept.
+        token_ids: All tokens of the answer up to there.
         text: The same as text; empty for token requests.
     """
 
@@ -49,8 +66,44 @@ class ResumePoint(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-def points(stored: Iterable[Stored], *, submission: int, before: int) -> list[ResumePoint]:
-    """Where an attempt could go on, the latest place first.
+class History:
+    """The chunks stream, for one worker. Chunks that went to an inbox are not in it.
+
+    Args:
+        broker: Keeps it.
+        subjects: Of this bus.
+    """
+
+    def __init__(self, broker: Broker, subjects: Subjects) -> None:
+        self._broker = broker
+        self._subjects = subjects
+
+    async def latest(self, attempt: Attempt) -> LatestAttempt:
+        """The newest attempt at the same submission that readers have seen anything of.
+
+        Raises:
+            BusUnavailable: The server did not answer.
+        """
+        newest = await self._broker.last(STREAM, attempt.reply)
+        if newest is None or newest.headers.get(headers.SUBMISSION) != str(attempt.submission):
+            return LatestAttempt(number=0, ended_in_order=False)
+        seen = number(newest.headers.get(headers.ATTEMPT))
+        return LatestAttempt(number=seen, ended_in_order=_ended_in_order(newest))
+
+    async def resume_points(self, attempt: Attempt) -> list[ResumePoint]:
+        """Where an attempt can resume earlier ones, the latest place first.
+
+        Raises:
+            BusUnavailable: The server did not answer.
+        """
+        if attempt.number == 1 or attempt.submission is None:
+            return []
+        stored = await self._broker.read(STREAM, self._subjects.stream(attempt.owner, attempt.job))
+        return resume_points(stored, submission=attempt.submission, before=attempt.number)
+
+
+def resume_points(stored: Iterable[Stored], *, submission: int, before: int) -> list[ResumePoint]:
+    """Where a new attempt can resume an answer, the latest place first.
 
     Args:
         stored: The messages on the job's stream subject, oldest first.
@@ -58,47 +111,47 @@ def points(stored: Iterable[Stored], *, submission: int, before: int) -> list[Re
         before: The number of the new attempt.
 
     Returns:
-        One place after every chunk of the newest attempt's chain; none where that has finished, has a
-        hole at its beginning, or said what cannot be gone on from.
+        One place after every chunk of the newest attempt's chain; none where that has finished, lacks its
+        beginning, or holds what cannot be resumed.
     """
-    attempts: dict[int, list[Said]] = {}
+    attempts: dict[int, list[StoredChunk]] = {}
     continued: dict[int, Continuation] = {}
     for message in stored:
         if message.headers.get(headers.SUBMISSION) != str(submission):
             continue
-        said = _read(message)
-        if said is None or said.attempt >= before:
+        chunk = _read(message)
+        if chunk is None or chunk.attempt >= before:
             continue
-        attempts.setdefault(said.attempt, []).append(said)
-        if said.seq == 0 and (continuation := headers.parse_continues(message.headers)):
-            continued[said.attempt] = continuation
+        attempts.setdefault(chunk.attempt, []).append(chunk)
+        if chunk.seq == 0 and (continuation := headers.parse_continues(message.headers)):
+            continued[chunk.attempt] = continuation
     if not attempts:
         return []
     chain = _chain(max(attempts), None, attempts, continued)
-    if chain is None or any(said.finished or said.text is None for said in chain):
+    if chain is None or any(chunk.finished or chunk.text is None for chunk in chain):
         return []
-    found: list[ResumePoint] = []
+    points: list[ResumePoint] = []
     token_ids: list[int] = []
     text = ""
-    for said in chain:
-        token_ids, text = token_ids + said.token_ids, text + (said.text or "")
+    for chunk in chain:
+        token_ids, text = token_ids + chunk.token_ids, text + (chunk.text or "")
         if token_ids:
-            after = Continuation(said.attempt, said.seq + 1)
-            found.append(ResumePoint(after=after, token_ids=token_ids, text=text))
-    return found[::-1]
+            after = Continuation(chunk.attempt, chunk.seq + 1)
+            points.append(ResumePoint(after=after, token_ids=token_ids, text=text))
+    return points[::-1]
 
 
 def _chain(
     attempt: int,
     count: int | None,
-    attempts: dict[int, list[Said]],
+    attempts: dict[int, list[StoredChunk]],
     continued: dict[int, Continuation],
-) -> list[Said] | None:
-    """An attempt's chunks, from its first to its `count`-th or first hole, after those it went on from."""
-    own: list[Said] = []
-    for said in sorted(attempts.get(attempt, ()), key=lambda said: said.seq):
-        if said.seq == len(own):
-            own.append(said)
+) -> list[StoredChunk] | None:
+    """An attempt's chunks, from its first to its `count`-th or first gap, after those that it continued."""
+    own: list[StoredChunk] = []
+    for chunk in sorted(attempts.get(attempt, ()), key=lambda chunk: chunk.seq):
+        if chunk.seq == len(own):
+            own.append(chunk)
     if count is not None:
         if len(own) < count:
             return None
@@ -110,17 +163,16 @@ def _chain(
     return None if before is None else before + own
 
 
-def _read(message: Stored) -> Said | None:
+def _read(message: Stored) -> StoredChunk | None:
     """A chunk; None for an end mark, an error, or anything else."""
     if not message.data:
         return None
-    decode = msgspec.json.decode if message.data[:1] == b"{" else msgspec.msgpack.decode
     try:
-        body = decode(message.data)
+        body = _decoder(message)(message.data)
         if not isinstance(body, dict) or not isinstance(body.get("seq"), int):
             return None
         text, finished = _text(body)
-        return Said(
+        return StoredChunk(
             attempt=body["attempt"],
             seq=body["seq"],
             token_ids=list(body.get("token_ids") or ()),
@@ -129,6 +181,21 @@ def _read(message: Stored) -> Said | None:
         )
     except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _ended_in_order(message: Stored) -> bool:
+    """Whether a message announces that its attempt is over, and another will follow."""
+    if b"retrying" not in message.data:
+        return False
+    try:
+        _decoder(message)(message.data, type=Retrying)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    return True
+
+
+def _decoder(message: Stored) -> Callable[..., Any]:
+    return msgspec.json.decode if message.data[:1] == b"{" else msgspec.msgpack.decode
 
 
 def _text(body: dict[str, Any]) -> tuple[str | None, bool]:

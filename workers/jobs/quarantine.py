@@ -1,93 +1,95 @@
-"""Last attempts at jobs whose workers die: beside no other such one, and counted where they begin.
+"""Last attempts at jobs whose workers died: made one at a time, and counted when they begin.
 
-A worker that is killed takes with it all that it had, and all of that comes back at one time, to one worker.
-So what had the bad luck to run beside a job that kills its workers has lost as many attempts as that one. An
-attempt without such company tells them apart. And since deliveries count that never came to an attempt, those
-that began are counted: stored beside the results, which outlive the job.
+All jobs that a killed worker held come back at the same time, to the same next worker. So a job that kills
+its workers costs the jobs beside it as many attempts as itself. An attempt without another such job beside it
+shows which one it is. The broker's delivery count includes jobs that were never started; the attempts that
+began are counted here, beside the results, which are kept longer than a job's chunks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-import msgspec
-
 from inferbus.schemas import headers
-from inferbus.schemas.answers import Retrying
-from inferbus.schemas.subjects import Subjects
-from inferbus.workers.bus.interface import Broker, Stored
-from inferbus.workers.bus.layout import RESULTS
-from inferbus.workers.jobs.job import Job
+from inferbus.workers.bus.interface import Broker
+from inferbus.workers.bus.jetstream.layout import RESULTS
+from inferbus.workers.jobs.attempt import Attempt
+from inferbus.workers.jobs.retry import outlast_outage
+from inferbus.workers.jobs.settings import JobSettings
 
 LAST_ATTEMPTS: Final = 2
-"""So many for a job: one may be lost to NATS being away at the wrong moment, or to another killer."""
+"""For one job: one may be lost because NATS was away, or to another job that kills its worker."""
 
 
-class LastAttempts:
-    """Those of one worker.
+class Quarantine:
+    """Has room for one attempt at a time.
 
     Args:
-        broker: Keeps the count.
-        subjects: Of this bus.
+        broker: Keeps the counts.
+        settings: Of the worker.
+        clock: Monotonic seconds.
 
     Attributes:
-        running: Whether there is one; no other may begin then.
+        occupied: Whether an attempt is under way in it.
     """
 
-    def __init__(self, broker: Broker, subjects: Subjects) -> None:
+    def __init__(
+        self, broker: Broker, settings: JobSettings, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._broker = broker
-        self._subjects = subjects
-        self.running = False
+        self._subjects = settings.subjects
+        self._clock = clock
+        self.occupied = False
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Around one."""
-        self.running = True
+    def entered(self) -> Iterator[None]:
+        """Occupied while the block runs."""
+        self.occupied = True
         try:
             yield
         finally:
-            self.running = False
+            self.occupied = False
 
-    async def begun(self, job: Job) -> int:
-        """How many began and were not given up in good order.
+    async def begun(self, attempt: Attempt) -> int:
+        """How many last attempts at a job began, those not counted that ended in order.
 
         Raises:
             BusUnavailable: The server did not answer.
         """
-        newest = await self._broker.last(RESULTS, self._subject(job))
-        if newest is None or newest.headers.get(headers.SUBMISSION) != str(job.submission):
+        newest = await self._broker.last(RESULTS, self._subject(attempt))
+        if newest is None or newest.headers.get(headers.SUBMISSION) != str(attempt.submission):
             return 0
         return int(newest.headers[headers.LAST_ATTEMPTS])
 
-    async def count(self, job: Job, begun: int) -> None:
-        """Stores how many began; to be awaited before the next one does.
+    async def count(self, attempt: Attempt, begun: int) -> None:
+        """Counts one more than `begun`; to be awaited before it begins.
+
+        Raises:
+            BusUnavailable: NATS was away for too long; the count may be stored.
+        """
+        subject, fields = self._subject(attempt), _headers(attempt, begun + 1)
+        await outlast_outage(
+            lambda: self._broker.store(subject, b"", fields), subject=subject, clock=self._clock
+        )
+
+    async def uncount(self, attempt: Attempt, begun: int) -> None:
+        """Sets the count back to `begun`: the attempt ended in order.
 
         Raises:
             BusUnavailable: It may not be stored.
         """
-        await self._broker.store(self._subject(job), b"", _headers(job, begun))
+        await self._broker.store(self._subject(attempt), b"", _headers(attempt, begun))
 
-    def take_back(self, job: Job, begun: int) -> None:
-        """As `count`, by a worker that has lost touch, so that nothing can be awaited."""
-        self._broker.send(self._subject(job), b"", _headers(job, begun))
+    def uncount_later(self, attempt: Attempt, begun: int) -> None:
+        """As `uncount`, without waiting: for a worker that has lost touch with NATS."""
+        self._broker.send(self._subject(attempt), b"", _headers(attempt, begun))
 
-    def _subject(self, job: Job) -> str:
-        return self._subjects.attempts(job.owner, job.id)
-
-
-def _headers(job: Job, begun: int) -> dict[str, str]:
-    return {headers.SUBMISSION: str(job.submission), headers.LAST_ATTEMPTS: str(begun)}
+    def _subject(self, attempt: Attempt) -> str:
+        return self._subjects.attempts(attempt.owner, attempt.job)
 
 
-def given_up(message: Stored) -> bool:
-    """Whether a message in a job's stream says that its attempt is over, and another will follow."""
-    if b"retrying" not in message.data:
-        return False
-    decode = msgspec.json.decode if message.data[:1] == b"{" else msgspec.msgpack.decode
-    try:
-        decode(message.data, type=Retrying)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return False
-    return True
+def _headers(attempt: Attempt, begun: int) -> dict[str, str]:
+    return {headers.SUBMISSION: str(attempt.submission), headers.LAST_ATTEMPTS: str(begun)}

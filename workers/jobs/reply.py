@@ -1,4 +1,4 @@
-"""The answer to one attempt, as it goes out: chunks in order, then the end mark."""
+"""The answer of one attempt, as it goes out: chunks in order, then the end mark."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from inferbus.schemas.answers import Retrying, TokenChunk
 from inferbus.schemas.errors import ErrorAnswer, InferbusError, LeaseLost
 from inferbus.schemas.headers import Continuation
 from inferbus.workers.bus.interface import Broker
-from inferbus.workers.jobs.job import Job
+from inferbus.workers.jobs.attempt import Attempt
 
-_NOTHING: Final[Mapping[str, Any]] = {}
+_NO_FIELDS: Final[Mapping[str, Any]] = {}
 
 
-class Served(msgspec.Struct, kw_only=True):
+class Served(msgspec.Struct, frozen=True, kw_only=True):
     """Who answered.
 
     Attributes:
-        worker: This worker.
+        worker: The worker that owns the attempt.
         prefill: The prefill worker of the first choice, once one has served it.
     """
 
@@ -35,19 +35,23 @@ class Reply:
 
     Args:
         broker: Where to.
-        job: The attempt.
+        attempt: That is answered.
         served: Named on the end mark.
-        probe: Reply subject put on every `probe_every`-th message: the server answers there when nobody
-            listens any more.
+        probe: Reply subject put on every `probe_every`-th message: the server answers there when the reply
+            has no subscriber any more.
         probe_every: See `probe`.
-        lost: Whether the job may be somebody else's by now.
-        continues: The earlier attempt that this one goes on after, once that is known.
+        lost: Whether the job may belong to another worker by now.
+
+    Attributes:
+        served: As far as it is known.
+        sent: Messages so far, the end mark not counted.
+        begun: Monotonic time of the first chunk; None before it.
     """
 
     def __init__(
         self,
         broker: Broker,
-        job: Job,
+        attempt: Attempt,
         served: Served,
         *,
         probe: str = "",
@@ -55,23 +59,30 @@ class Reply:
         lost: Callable[[], bool] = lambda: False,
     ) -> None:
         self._broker = broker
-        self._job = job
-        self._served = served
+        self._attempt = attempt
         self._probe = probe
         self._probe_every = probe_every
         self._lost = lost
-        self.continues: Continuation | None = None
-        self.begun: float | None = None
-        """Monotonic time of the first chunk."""
-        self._seal = ChunkEncoder(job)
-        self._headers = _identity(job)
+        self._continues: Continuation | None = None
+        self._encoder = ChunkEncoder(attempt)
+        self._headers = _identity(attempt)
+        self.served = served
         self.sent = 0
+        self.begun: float | None = None
 
-    def chunk(self, message: msgspec.Struct | bytes, extra: Mapping[str, Any] = _NOTHING) -> None:
+    def served_by(self, prefill: str) -> None:
+        """Notes the prefill worker of the first choice."""
+        self.served = Served(worker=self.served.worker, prefill=prefill)
+
+    def continue_after(self, earlier: Continuation) -> None:
+        """Notes the attempt that this one continues; the first chunk names it."""
+        self._continues = earlier
+
+    def chunk(self, message: msgspec.Struct | bytes, extra: Mapping[str, Any] = _NO_FIELDS) -> None:
         """Sends one chunk.
 
         Args:
-            message: From an `Answer`.
+            message: From an `AnswerFormatter`.
             extra: Further fields of this message.
 
         Raises:
@@ -82,7 +93,7 @@ class Reply:
             raise LeaseLost("another worker may have taken the job over")
         if self.begun is None:
             self.begun = time.monotonic()
-        self._send(self._seal.chunk(message, self.sent, extra))
+        self._send(self._encoder.chunk(message, self.sent, extra))
 
     @property
     def congested(self) -> bool:
@@ -94,9 +105,9 @@ class Reply:
         await self._broker.ready()
 
     def retrying(self, error: InferbusError) -> None:
-        """Tells that this attempt is over and another will follow; no end mark comes."""
-        event = Retrying(job=self._job.id, attempt=self._job.attempt, retrying=error.body())
-        self._send(codec.encode(event, self._job.content_type))
+        """Announces that this attempt is over and another will follow; no end mark comes."""
+        event = Retrying(job=self._attempt.job, attempt=self._attempt.number, retrying=error.body())
+        self._send(codec.encode(event, self._attempt.content_type))
 
     def whole(self, body: bytes) -> None:
         """Sends the answer in one piece, or an error."""
@@ -104,78 +115,78 @@ class Reply:
 
     def end(self, status: headers.Status) -> None:
         """The end mark: an empty body (ADR-47)."""
-        found = {
+        fields = {
             headers.STATUS: status,
             headers.CHUNKS: str(self.sent),
-            **served_headers(self._job, self._served),
+            **served_headers(self._attempt, self.served),
         }
-        self._broker.send(self._job.reply, b"", found)
+        self._broker.send(self._attempt.reply, b"", fields)
 
     def _send(self, body: bytes) -> None:
         probe = self._probe if self.sent % self._probe_every == 0 else ""
-        found = self._headers
-        if self.continues is not None and self.sent == 0:
-            found = {**(found or {}), headers.CONTINUES: str(self.continues)}
-        self._broker.send(self._job.reply, body, found, reply=probe)
+        fields = self._headers
+        if self._continues is not None and self.sent == 0:
+            fields = {**(fields or {}), headers.CONTINUES: str(self._continues)}
+        self._broker.send(self._attempt.reply, body, fields, reply=probe)
         self.sent += 1
 
 
 class ChunkEncoder:
-    """Encodes an `Answer`'s messages with the job's identity.
+    """Encodes the messages of an `AnswerFormatter`, with job, attempt and `seq`.
 
     Chat and completion messages come from SGLang as JSON text: `job`, `attempt` and what else is given go
     in front of its own fields without decoding it, unless the caller wants MessagePack.
     """
 
-    def __init__(self, job: Job) -> None:
-        self._job, self._attempt, self._type = job.id, job.attempt, job.content_type
+    def __init__(self, attempt: Attempt) -> None:
+        self._job, self._number, self._type = attempt.job, attempt.number, attempt.content_type
         self._encode = (
             msgspec.msgpack.Encoder() if self._type == codec.MSGPACK else msgspec.json.Encoder()
         ).encode
-        self._prefix = codec.encode({"job": job.id, "attempt": job.attempt})[:-1]
+        self._prefix = codec.encode({"job": self._job, "attempt": self._number})[:-1]
 
     def chunk(self, message: msgspec.Struct | bytes, seq: int, extra: Mapping[str, Any]) -> bytes:
         """A chunk, the `seq`-th of its attempt."""
         if isinstance(message, TokenChunk):
-            message.job, message.attempt, message.seq = self._job, self._attempt, seq
+            message.job, message.attempt, message.seq = self._job, self._number, seq
             return self._encode(message)
         return self.whole(message, {"seq": seq, **extra})
 
     def whole(self, message: msgspec.Struct | bytes, extra: Mapping[str, Any]) -> bytes:
         """A message with further fields; a struct has them as its own."""
         if not isinstance(message, bytes):
-            for name, value in {"job": self._job, "attempt": self._attempt, **extra}.items():
+            for name, value in {"job": self._job, "attempt": self._number, **extra}.items():
                 setattr(message, name, value)
             return self._encode(message)
         if self._type == codec.MSGPACK:
-            own = {"job": self._job, "attempt": self._attempt, **extra}
+            own = {"job": self._job, "attempt": self._number, **extra}
             return self._encode(own | msgspec.json.decode(message))
         middle = b"," + codec.encode(extra)[1:-1] if extra else b""
         return b"%b%b,%b" % (self._prefix, middle, message[1:])
 
 
-def error_body(job: Job, error: InferbusError) -> bytes:
+def error_body(attempt: Attempt, error: InferbusError) -> bytes:
     """An error as an answer."""
-    answer = ErrorAnswer(error=error.body(), job=job.id, attempt=job.attempt)
-    return codec.encode(answer, job.content_type)
+    answer = ErrorAnswer(error=error.body(), job=attempt.job, attempt=attempt.number)
+    return codec.encode(answer, attempt.content_type)
 
 
-def served_headers(job: Job, served: Served) -> dict[str, str]:
+def served_headers(attempt: Attempt, served: Served) -> dict[str, str]:
     """Who answered which attempt, for end marks and results."""
-    found = {
-        headers.ATTEMPT: str(job.attempt),
-        headers.CONTENT_TYPE: job.content_type,
+    fields = {
+        headers.ATTEMPT: str(attempt.number),
+        headers.CONTENT_TYPE: attempt.content_type,
         headers.WORKER: served.worker,
     }
     if served.prefill is not None:
-        found[headers.PREFILL_WORKER] = served.prefill
-    if job.submission is not None:
-        found[headers.SUBMISSION] = str(job.submission)
-    return found
+        fields[headers.PREFILL_WORKER] = served.prefill
+    if attempt.submission is not None:
+        fields[headers.SUBMISSION] = str(attempt.submission)
+    return fields
 
 
-def _identity(job: Job) -> dict[str, str] | None:
-    """Headers of a durable job's chunks; a live request's have none, since its body says it all."""
-    if job.submission is None:
+def _identity(attempt: Attempt) -> dict[str, str] | None:
+    """Headers of a durable job's chunks; a live request's have none, since its body has all of it."""
+    if attempt.submission is None:
         return None
-    return {headers.SUBMISSION: str(job.submission), headers.ATTEMPT: str(job.attempt)}
+    return {headers.SUBMISSION: str(attempt.submission), headers.ATTEMPT: str(attempt.number)}

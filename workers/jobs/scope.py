@@ -19,8 +19,8 @@ TICKS: Final = 0.002
 class Scope:
     """The part of an attempt that may be ended from outside.
 
-    The first reason wins. Once the scope is left, ending it does nothing: a
-    finished answer is stored and acknowledged whatever comes.
+    The first reason counts. Once the scope is left, ending it has no effect: a
+    finished answer is stored and acknowledged in any case.
 
     Args:
         key: The job.

@@ -1,1 +1,1 @@
-"""What a worker tells its operators: logs."""
+"""Logs and metrics."""

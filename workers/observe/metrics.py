@@ -31,12 +31,12 @@ import structlog
 from inferbus.schemas.errors import InferbusError, WorkerError
 from inferbus.schemas.fleet import Load, Role
 from inferbus.schemas.handoff import Transfer
-from inferbus.workers.bus.connection import Bus
+from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.config import WorkerSettings
 from inferbus.workers.engine.interface import EngineInfo
-from inferbus.workers.jobs.attempt import Outcome
-from inferbus.workers.jobs.delivery import Settled
-from inferbus.workers.jobs.job import Job
+from inferbus.workers.jobs.attempt import Attempt
+from inferbus.workers.jobs.observer import Observer, Settlement
+from inferbus.workers.jobs.outcome import AttemptOutcome
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -79,7 +79,7 @@ def _harmless(count: Callable[P, None]) -> Callable[P, None]:
     return counted
 
 
-class Metrics:
+class Metrics(Observer):
     """What one worker counts.
 
     Args:
@@ -87,7 +87,7 @@ class Metrics:
         engine: Its engine, which is up.
 
     Attributes:
-        registry: What Prometheus is told of.
+        registry: What Prometheus gets.
     """
 
     def __init__(self, role: Role, engine: EngineInfo) -> None:
@@ -148,31 +148,31 @@ class Metrics:
             registry.register(_Shared())
 
     @_harmless
-    def ended(self, outcome: Outcome, seconds: float) -> None:
-        """An attempt at a request has ended; see `Attempts.ended`."""
-        job = outcome.job
-        kind, cls, status = job.kind, _class(job), outcome.status
-        self._requests(kind, cls, status, outcome.error.code if outcome.error else "").inc()
+    def attempt_ended(self, outcome: AttemptOutcome, seconds: float) -> None:
+        """See `Observer`."""
+        attempt = outcome.attempt
+        kind, cls, status = attempt.kind, _class(attempt), outcome.status
+        self._requests(kind, cls, status, outcome.code or "").inc()
         self._request_seconds(kind, cls, status).observe(seconds)
         if outcome.first_chunk is not None:
             self._first_chunk_seconds(kind, cls).observe(outcome.first_chunk)
             self._chunks(kind, cls).inc(outcome.chunks)
-        if job.durable and job.attempt > 1:
+        if attempt.durable and attempt.number > 1:
             self._redeliveries(cls).inc()
 
     @_harmless
-    def refused(self, job: Job, error: InferbusError) -> None:
-        """A live request found no slot."""
-        self._requests(job.kind, _class(job), "error", error.code).inc()
+    def refused(self, attempt: Attempt, error: InferbusError) -> None:
+        """See `Observer`."""
+        self._requests(attempt.kind, _class(attempt), "error", error.code).inc()
 
     @_harmless
-    def settled(self, job: Job, outcome: Settled, error: InferbusError | None) -> None:
-        """A job's delivery has come to its end; see `Deliveries.settled`."""
-        self._jobs(_class(job), outcome, error.code if error else "").inc()
+    def settled(self, attempt: Attempt, settlement: Settlement, error: InferbusError | None) -> None:
+        """See `Observer`."""
+        self._jobs(_class(attempt), settlement, error.code if error else "").inc()
 
     @_harmless
     def handed_off(self, seconds: float, code: str | None, transfer: Transfer | None) -> None:
-        """A hand-off has ended on the prefill side; with an error's code where it failed."""
+        """See `Observer`."""
         status = "ok" if code is None else "error"
         self._handoffs(status, code or "").inc()
         self._handoff_seconds(status).observe(seconds)
@@ -182,7 +182,7 @@ class Metrics:
 
     @_harmless
     def turned_away(self, code: str) -> None:
-        """A hand-off was not taken."""
+        """See `Observer`."""
         self._handoffs("refused", code).inc()
 
     def watch(self, load: Callable[[], Load], bus: Bus) -> None:
@@ -250,7 +250,7 @@ class _Current:
 
 
 class _Shared:
-    """SGLang's own figures, of all its processes. Ours are in the same files, and are told already."""
+    """SGLang's own figures, of all its processes. Ours are in the same files, and are exported already."""
 
     def collect(self) -> Iterator[Metric]:
         """For `prometheus_client`."""
@@ -262,12 +262,12 @@ class _Shared:
                 yield family
 
 
-def _class(job: Job) -> str:
-    return job.job_class or LIVE
+def _class(attempt: Attempt) -> str:
+    return attempt.job_class or LIVE
 
 
 def check(settings: WorkerSettings) -> None:
-    """Tells whether metrics can be served before the engine is loaded, which takes minutes.
+    """Finds out whether metrics can be served before the engine is loaded, which takes minutes.
 
     Raises:
         Unserved: They cannot.

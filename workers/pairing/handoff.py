@@ -27,20 +27,20 @@ log = structlog.get_logger()
 class HandoffTransport(Protocol):
     """How a hand-off travels."""
 
-    def ask(self, worker: WorkerInfo, body: bytes, answers: asyncio.Queue[bytes | None]) -> str:
-        """Sends a request; its answers go into the queue, None where nobody is there. Returns a ticket."""
+    def request(self, worker: WorkerInfo, body: bytes, answers: asyncio.Queue[bytes | None]) -> str:
+        """Sends a request; its answers go into the queue, None if no worker got it. Returns a ticket."""
         ...
 
-    def tell(self, worker: WorkerInfo, body: bytes) -> None:
+    def send(self, worker: WorkerInfo, body: bytes) -> None:
         """Sends a message that has no answer."""
         ...
 
-    def forget(self, ticket: str) -> None:
+    def close(self, ticket: str) -> None:
         """No further answers are wanted."""
         ...
 
 
-class Prefilling:
+class OpenHandoff:
     """A hand-off under way."""
 
     def __init__(self, worker: WorkerInfo, outcome: asyncio.Future[handoff.Done]) -> None:
@@ -62,18 +62,18 @@ class Handoffs:
     """Makes hand-offs.
 
     Args:
-        wire: How they travel.
+        transport: How they travel.
         worker: This decode worker's id.
         signature: Of its engine.
-        accept_timeout: Seconds within which a worker must say that it takes a hand-off.
+        accept_timeout: Seconds within which a worker must accept a hand-off.
         timeout: Seconds within which it must have sent the cache. SGLang itself lets a prefill wait for
-            ever for a decode that never comes (NIXL's sender does not look at its bootstrap timeout).
-        lost: Told of a worker that is not there any more.
+            ever for a decode that never connects (NIXL's sender does not look at its bootstrap timeout).
+        lost: Called with a worker that is not there any more.
     """
 
     def __init__(
         self,
-        wire: HandoffTransport,
+        transport: HandoffTransport,
         *,
         worker: str,
         signature: Signature,
@@ -81,7 +81,7 @@ class Handoffs:
         timeout: float,
         lost: Callable[[WorkerInfo], None] = lambda worker: None,
     ) -> None:
-        self._wire = wire
+        self._transport = transport
         self._worker = worker
         self._signature = signature
         self._accept_timeout = accept_timeout
@@ -89,7 +89,7 @@ class Handoffs:
         self._lost = lost
 
     @asynccontextmanager
-    async def offer(self, worker: WorkerInfo, leg: Leg, *, job: str) -> AsyncIterator[Prefilling]:
+    async def offer(self, worker: WorkerInfo, leg: Leg, *, job: str) -> AsyncIterator[OpenHandoff]:
         """Hands a leg to a prefill worker; whatever is unfinished when the block ends is aborted there."""
         if leg.rendezvous is None:
             raise ValueError("a leg that is handed off needs a rendezvous")
@@ -108,18 +108,18 @@ class Handoffs:
             ),
             codec.MSGPACK,
         )
-        ticket = self._wire.ask(worker, body, answers)
+        ticket = self._transport.request(worker, body, answers)
         outcome = asyncio.ensure_future(self._follow(worker, answers))
         try:
-            yield Prefilling(worker, outcome)
+            yield OpenHandoff(worker, outcome)
         finally:
-            self._wire.forget(ticket)
+            self._transport.close(ticket)
             problem = outcome.exception() if outcome.done() else None
             if problem is not None:
                 log.warning("handoff.failed", job=job, prefill=worker.worker, reason=str(problem))
             if problem is not None or not outcome.done():
                 outcome.cancel()
-                self._wire.tell(worker, codec.encode(handoff.Abort(rid=leg.rid), codec.MSGPACK))
+                self._transport.send(worker, codec.encode(handoff.Abort(rid=leg.rid), codec.MSGPACK))
 
     async def _follow(self, worker: WorkerInfo, answers: asyncio.Queue[bytes | None]) -> handoff.Done:
         try:
@@ -144,7 +144,9 @@ class Handoffs:
         try:
             return msgspec.msgpack.decode(body, type=handoff.FromPrefill)
         except msgspec.DecodeError:
-            raise PrefillFailed(f"prefill worker {worker.worker} answered in another language") from None
+            raise PrefillFailed(
+                f"prefill worker {worker.worker} sent an answer that cannot be read"
+            ) from None
 
     def _ended(self, worker: WorkerInfo, answer: handoff.FromPrefill) -> handoff.Done:
         match answer:

@@ -1,22 +1,27 @@
-"""Generation of a whole request: one leg a choice, each on this engine alone or paired with prefill."""
+"""The legs of a request: one a choice, each on this engine alone or paired with a prefill worker."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import secrets
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import Final
 
 import msgspec
 import structlog
 
-from inferbus.schemas.errors import InferbusError, PrefillFailed, PrefillUnavailable, TransferFailed
+from inferbus.schemas.errors import (
+    EngineFailed,
+    InferbusError,
+    PrefillFailed,
+    PrefillUnavailable,
+    TransferFailed,
+)
 from inferbus.schemas.fleet import WorkerInfo
 from inferbus.workers.engine.interface import Delta, Engine, Leg, Prompt, Rendezvous
-from inferbus.workers.jobs.reply import Served
-from inferbus.workers.pairing.handoff import Handoffs, Prefilling
+from inferbus.workers.pairing.handoff import Handoffs, OpenHandoff
 from inferbus.workers.pairing.picker import Picker
 
 log = structlog.get_logger()
@@ -25,45 +30,73 @@ ROOMS: Final = 2**63
 TRIES: Final = 3
 """Prefill workers that a leg is offered to before the attempt as a whole fails."""
 
-RunLeg = Callable[[Leg, str, Served], AsyncGenerator[Delta, None]]
-"""Runs one leg of a job and notes who served it."""
+
+class RunningLeg(msgspec.Struct, frozen=True, kw_only=True):
+    """A leg that the engine is at work on.
+
+    Attributes:
+        deltas: What the engine adds from now on.
+        first: What it added before that; None where the leg was not waited for.
+        prefill: The prefill worker that computed the prompt; None where this engine does.
+        cached_tokens: How many of the prompt's tokens that worker had in its prefix cache.
+    """
+
+    deltas: AsyncGenerator[Delta, None]
+    first: Delta | None = None
+    prefill: str | None = None
+    cached_tokens: int | None = None
 
 
-def generate(prompt: Prompt, run: RunLeg, *, job: str, served: Served) -> AsyncGenerator[Delta, None]:
+RunLeg = Callable[[Leg, str], AbstractAsyncContextManager[RunningLeg]]
+"""Runs one leg of a job while the block runs; what is unfinished when the block ends is aborted.
+
+Raises `InferbusError`, on entering and from the deltas.
+"""
+
+
+def generate(
+    prompt: Prompt, run: Callable[[Leg], AsyncGenerator[Delta, None]]
+) -> AsyncGenerator[Delta, None]:
     """All choices of a request, their deltas as they come; closing it ends every leg.
 
+    Args:
+        prompt: The request.
+        run: Gives the deltas of one leg.
+
     Raises:
-        InferbusError: The first leg that fails ends the others.
+        InferbusError: Of the first leg that fails, which ends the others.
     """
-    legs = [prompt.leg(index, rid=new_rid()) for index in range(prompt.choices)]
-    streams = [run(leg, job, served) for leg in legs]
+    streams = [run(prompt.leg(index, rid=new_rid())) for index in range(prompt.choices)]
     return streams[0] if len(streams) == 1 else _merged(streams)
 
 
 async def _merged(streams: list[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
-    queue: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue(maxsize=2 * len(streams))
+    """Not a task group: one in a generator cancels the task that reads it, outside of the generator."""
+    arrived: asyncio.Queue[Delta | asyncio.Task[None]] = asyncio.Queue()
+    room = asyncio.Semaphore(2 * len(streams))
 
     async def forward(stream: AsyncGenerator[Delta, None]) -> None:
         async with aclosing(stream):
-            try:
-                async for delta in stream:
-                    await queue.put(delta)
-            except InferbusError as error:
-                await queue.put(error)
-            else:
-                await queue.put(None)
+            async for delta in stream:
+                await room.acquire()
+                arrived.put_nowait(delta)
 
     tasks = [asyncio.create_task(forward(stream)) for stream in streams]
+    for task in tasks:
+        # Whatever ends it: an end that is not noticed would leave the request waiting for ever.
+        task.add_done_callback(arrived.put_nowait)
     try:
         left = len(tasks)
         while left:
-            item = await queue.get()
-            if item is None:
-                left -= 1
-            elif isinstance(item, BaseException):
-                raise item
-            else:
+            item = await arrived.get()
+            if isinstance(item, Delta):
+                room.release()
                 yield item
+            elif item.cancelled():
+                raise EngineFailed("the engine cancelled a leg")
+            else:
+                item.result()
+                left -= 1
     finally:
         for task in tasks:
             task.cancel()
@@ -81,9 +114,11 @@ class Alone:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def __call__(self, leg: Leg, job: str, served: Served) -> AsyncGenerator[Delta, None]:
-        """Runs one leg."""
-        return self._engine.generate(leg)
+    @asynccontextmanager
+    async def __call__(self, leg: Leg, job: str) -> AsyncIterator[RunningLeg]:
+        """Runs one leg; see `RunLeg`."""
+        async with aclosing(self._engine.generate(leg)) as deltas:
+            yield RunningLeg(deltas=deltas)
 
 
 class Paired:
@@ -112,20 +147,17 @@ class Paired:
         self._room = room
         self._rid = rid
 
-    async def __call__(self, leg: Leg, job: str, served: Served) -> AsyncGenerator[Delta, None]:
-        """Runs one leg; tried again on another prefill worker as long as no token has gone out."""
+    @asynccontextmanager
+    async def __call__(self, leg: Leg, job: str) -> AsyncIterator[RunningLeg]:
+        """Runs one leg; see `RunLeg`. Tried on another prefill worker until the first token is there."""
         failures: dict[str, InferbusError] = {}
         while True:
             worker = self._pick(leg, failures)
             started = False
             try:
-                with self._picker.using(worker.worker):
-                    async with aclosing(self._pair(self._meeting(leg, worker), worker, job)) as deltas:
-                        async for delta in deltas:
-                            if not started and leg.index == 0:
-                                served.prefill = worker.worker
-                            started = True
-                            yield delta
+                async with self._pair(leg, worker, job) as running:
+                    started = True
+                    yield running
                 return
             except (PrefillUnavailable, PrefillFailed, TransferFailed) as error:
                 failures[worker.worker] = error
@@ -137,7 +169,7 @@ class Paired:
                 leg = msgspec.structs.replace(leg, rid=self._rid())
 
     def _pick(self, leg: Leg, failures: dict[str, InferbusError]) -> WorkerInfo:
-        """The next worker; where none is left, the failure of the one before tells more than that."""
+        """The next worker; where none is left, the failure of the last one is more precise."""
         try:
             return self._picker.pick(leg.token_ids, passed_over=frozenset(failures))
         except PrefillUnavailable as error:
@@ -145,58 +177,56 @@ class Paired:
                 raise failure from error
             raise
 
+    @asynccontextmanager
+    async def _pair(self, leg: Leg, worker: WorkerInfo, job: str) -> AsyncIterator[RunningLeg]:
+        """Both legs at once: prefill blocks until decode connects, so neither may wait for the other.
+
+        The first delta is held back until prefill reports that it has sent the cache: a decode engine whose
+        prefill failed has been seen to generate from garbage (sgl-project/sglang#30233).
+        """
+        with self._picker.using(worker.worker):
+            leg = self._meeting(leg, worker)
+            async with (
+                self._handoffs.offer(worker, leg, job=job) as open_handoff,
+                aclosing(self._engine.generate(leg)) as deltas,
+            ):
+                first = await _first(deltas, open_handoff)
+                done = await open_handoff.done()
+                yield RunningLeg(
+                    deltas=deltas, first=first, prefill=worker.worker, cached_tokens=done.cached_tokens
+                )
+
     def _meeting(self, leg: Leg, worker: WorkerInfo) -> Leg:
         if worker.bootstrap is None:
             raise PrefillUnavailable(f"prefill worker {worker.worker} announced no bootstrap address")
         rendezvous = Rendezvous(bootstrap=worker.bootstrap, room=self._room())
         return msgspec.structs.replace(leg, rendezvous=rendezvous)
 
-    async def _pair(self, leg: Leg, worker: WorkerInfo, job: str) -> AsyncGenerator[Delta, None]:
-        """Both legs at once: prefill blocks until decode connects, so neither may wait for the other.
 
-        The first delta is held back until prefill says that it has sent the cache: a decode engine whose
-        prefill failed has been seen to generate from garbage (sgl-project/sglang#30233).
-        """
-        async with (
-            self._handoffs.offer(worker, leg, job=job) as prefilling,
-            aclosing(self._engine.generate(leg)) as deltas,
-        ):
-            first = await _first(deltas, prefilling)
-            done = await prefilling.done()
-            if first is None:
-                return
-            for_meta = {"cached_tokens": done.cached_tokens}
-            first.meta |= for_meta
-            yield first
-            async for delta in deltas:
-                delta.meta |= for_meta
-                yield delta
-
-
-async def _first(deltas: AsyncGenerator[Delta, None], prefilling: Prefilling) -> Delta | None:
+async def _first(deltas: AsyncGenerator[Delta, None], open_handoff: OpenHandoff) -> Delta | None:
     """The first delta, unless prefill fails before it; that failure is then the leg's."""
     decoding = asyncio.ensure_future(anext(deltas, None))
-    failing = asyncio.ensure_future(prefilling.done())
+    failing = asyncio.ensure_future(open_handoff.done())
     try:
         await asyncio.wait((decoding, failing), return_when=asyncio.FIRST_COMPLETED)
         if failing.done():
             failing.result()
         return await decoding
     except TransferFailed as error:
-        raise await _cause(error, prefilling) from error
+        raise await _cause(error, open_handoff) from error
     finally:
         for task in (decoding, failing):
             task.cancel()
         await asyncio.gather(decoding, failing, return_exceptions=True)
 
 
-async def _cause(error: TransferFailed, prefilling: Prefilling) -> InferbusError:
-    """Prefill's own account of a transfer that failed, where it gives one soon."""
+async def _cause(error: TransferFailed, open_handoff: OpenHandoff) -> InferbusError:
+    """Prefill's own error for a transfer that failed, where it comes soon."""
     try:
         async with asyncio.timeout(0.2):
-            await prefilling.done()
+            await open_handoff.done()
     except InferbusError as problem:
         return problem
     except TimeoutError:
         pass
-    return TransferFailed(f"prefill worker {prefilling.worker.worker}: {error.message}")
+    return TransferFailed(f"prefill worker {open_handoff.worker.worker}: {error.message}")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from inferbus.schemas.fleet import WorkerInfo
-from inferbus.workers.bus.connection import Bus
-from inferbus.workers.bus.inbox import Inbox
-from inferbus.workers.bus.message import NO_RESPONDERS, Message
+from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.connection.inbox import Inbox
+from inferbus.workers.bus.connection.message import NO_RESPONDERS, Message
 
 
 class BusHandoffTransport:
@@ -17,7 +17,7 @@ class BusHandoffTransport:
         self._bus = bus
         self._inboxes: dict[str, Inbox] = {}
 
-    def ask(self, worker: WorkerInfo, body: bytes, answers: asyncio.Queue[bytes | None]) -> str:
+    def request(self, worker: WorkerInfo, body: bytes, answers: asyncio.Queue[bytes | None]) -> str:
         """Sends a hand-off."""
 
         def answered(message: Message) -> None:
@@ -28,11 +28,11 @@ class BusHandoffTransport:
         self._bus.send(self._subject(worker), body, reply=inbox.subject)
         return inbox.subject
 
-    def tell(self, worker: WorkerInfo, body: bytes) -> None:
+    def send(self, worker: WorkerInfo, body: bytes) -> None:
         """Sends a message that has no answer."""
         self._bus.send(self._subject(worker), body)
 
-    def forget(self, ticket: str) -> None:
+    def close(self, ticket: str) -> None:
         """Closes the inbox."""
         inbox = self._inboxes.pop(ticket, None)
         if inbox is not None:

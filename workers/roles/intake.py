@@ -1,4 +1,4 @@
-"""How requests come in: live ones from a queue group, durable ones by pulling; never beyond the slots."""
+"""How requests come in: live ones from a queue group, durable ones by pulling; only with a permit."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from typing import Any, Final, Protocol
 
 import structlog
 
-from inferbus.schemas.errors import BusUnavailable, CallerError, Draining, InferbusError, Overloaded
-from inferbus.schemas.subjects import Subjects
+from inferbus.schemas.errors import BusUnavailable, CallerError, Draining, Overloaded
+from inferbus.workers.bus.connection.message import Callback, Message
+from inferbus.workers.bus.connection.subscription import Subscription
 from inferbus.workers.bus.interface import Delivery, Stored
-from inferbus.workers.bus.message import Callback, Message
-from inferbus.workers.jobs.attempt import Attempts, facts
+from inferbus.workers.jobs.attempt import Envelope, facts, live
 from inferbus.workers.jobs.delivery import Deliveries
-from inferbus.workers.jobs.job import Envelope, live
+from inferbus.workers.jobs.runner import AttemptRunner
 from inferbus.workers.jobs.scope import Scope
-from inferbus.workers.roles.slots import Slots
+from inferbus.workers.jobs.settings import JobSettings
+from inferbus.workers.roles.slots import Permit, Slots
 
 log = structlog.get_logger()
 
@@ -53,14 +54,6 @@ class Tasks:
             log.error("request.defect", exc_info=problem)
 
 
-class Subscription(Protocol):
-    """A subscription that can be ended."""
-
-    async def unsubscribe(self) -> None:
-        """Ends it."""
-        ...
-
-
 class LiveIntake:
     """Takes live requests while there are free slots.
 
@@ -70,42 +63,33 @@ class LiveIntake:
 
     Args:
         subscribe: Joins the queue group with a callback.
-        attempts: Runs what was taken.
-        tasks: Keeps it.
+        runner: Makes the attempt, or refuses it.
+        tasks: Keeps what runs.
         slots: Bound what is taken.
-        subjects: Of this bus.
-        replies: Prefixes of reply subjects that callers may name.
-        refuse: Sends an error on a reply subject: job's envelope and error.
+        settings: Of the worker.
         now: Wall clock, aware.
     """
 
     def __init__(
         self,
         subscribe: Callable[[Callback], Awaitable[Subscription]],
-        attempts: Attempts,
+        runner: AttemptRunner,
         tasks: Tasks,
         slots: Slots,
+        settings: JobSettings,
         *,
-        subjects: Subjects,
-        replies: tuple[str, ...],
-        refuse: Callable[[Envelope, InferbusError], None],
         now: Callable[[], dt.datetime] = lambda: dt.datetime.now(dt.UTC),
     ) -> None:
         self._subscribe = subscribe
-        self._attempts = attempts
+        self._runner = runner
         self._tasks = tasks
         self._slots = slots
-        self._subjects = subjects
-        self._replies = replies
-        self._refuse = refuse
+        self._settings = settings
         self._now = now
         self._changed = asyncio.Event()
+        slots.on_change(self._changed.set)
         self._draining = False
         self._joined: Subscription | None = None
-
-    def slots_changed(self) -> None:
-        """To be called whenever a slot was taken or freed."""
-        self._changed.set()
 
     async def join(self) -> None:
         """Joins the queue group; on return, requests arrive."""
@@ -152,33 +136,32 @@ class LiveIntake:
                 stored,
                 reply=message.reply,
                 fallback_id=secrets.token_hex(16),
-                subjects=self._subjects,
-                replies=self._replies,
+                subjects=self._settings.subjects,
+                replies=self._settings.replies,
             )
         except CallerError as error:
             log.warning("request.unanswerable", subject=message.subject, code=error.code)
             return
         if self._draining:
-            self._refuse(envelope, Draining("this worker is shutting down"))
-        elif not self._slots.take_live():
-            self._refuse(envelope, Overloaded("all slots of this worker are busy"))
+            self._runner.refuse(envelope, Draining("this worker is shutting down"))
+        elif (permit := self._slots.admit_live()) is None:
+            self._runner.refuse(envelope, Overloaded("all slots of this worker are busy"))
         else:
-            self._tasks.start(self._serve(envelope))
+            self._tasks.start(self._serve(envelope, permit))
 
-    async def _serve(self, envelope: Envelope) -> None:
-        scope = Scope(envelope.job.key, submission=None)
-        forget = self._attempts.scopes.add(scope)
-        try:
-            outcome = await self._attempts.run(envelope, scope)
-            outcome.answer()
-            code = outcome.error and outcome.error.code
-            log.info("request.finished", status=outcome.status, code=code, **facts(outcome.job))
-        finally:
-            forget()
-            self._slots.free()
+    async def _serve(self, envelope: Envelope, permit: Permit) -> None:
+        scope = Scope(envelope.attempt.key, submission=None)
+        with permit:
+            forget = self._runner.scopes.add(scope)
+            try:
+                outcome = await self._runner.run(envelope, scope)
+                outcome.answer()
+            finally:
+                forget()
+            log.info("request.finished", status=outcome.status, code=outcome.code, **facts(outcome.attempt))
 
 
-class Queue(Protocol):
+class JobSource(Protocol):
     """Where durable jobs are pulled from."""
 
     async def take(self) -> Delivery:
@@ -194,14 +177,14 @@ class JobIntake:
     """Pulls durable jobs, one for every free slot.
 
     Args:
-        queue: Where from.
-        deliveries: Sees a job through.
-        tasks: Keeps it.
+        source: Where from.
+        deliveries: Take a job to its end.
+        tasks: Keeps what runs.
         slots: Bound what is pulled.
     """
 
-    def __init__(self, queue: Queue, deliveries: Deliveries, tasks: Tasks, slots: Slots) -> None:
-        self._queue = queue
+    def __init__(self, source: JobSource, deliveries: Deliveries, tasks: Tasks, slots: Slots) -> None:
+        self._source = source
         self._deliveries = deliveries
         self._tasks = tasks
         self._slots = slots
@@ -211,10 +194,10 @@ class JobIntake:
         """Pulls until `drain`."""
         while not self._draining.is_set():
             await self._first(self._slots.room.wait())
-            pulling = asyncio.create_task(self._queue.take())
+            pulling = asyncio.create_task(self._source.take())
             await self._first(pulling, self._slots.no_room.wait())
             if not pulling.done():
-                # What crosses with this is kept by the queue for the next one who asks.
+                # A job that arrives at this moment is kept by the source for the next `take`.
                 pulling.cancel()
             with suppress(asyncio.CancelledError, Draining):
                 self._tasks.start(self._serve(await pulling))
@@ -222,7 +205,7 @@ class JobIntake:
     async def drain(self) -> None:
         """Takes nothing more; hands back what has not started."""
         self._draining.set()
-        await self._queue.stop()
+        await self._source.stop()
 
     async def _first(self, *conditions: Awaitable[Any]) -> None:
         """Waits for any of these, or for the end."""
@@ -235,8 +218,5 @@ class JobIntake:
                     each.cancel()
 
     async def _serve(self, delivery: Delivery) -> None:
-        await self._slots.take_job()
-        try:
+        with await self._slots.admit_job():
             await self._deliveries.handle(delivery)
-        finally:
-            self._slots.free()

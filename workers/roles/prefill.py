@@ -1,9 +1,10 @@
-"""The prefill program: takes hand-offs, computes a prompt's KV cache, lets SGLang send it, says so."""
+"""The prefill program: takes hand-offs, computes a prompt's KV cache, has SGLang send it, reports that."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -21,27 +22,31 @@ from inferbus.schemas.errors import (
     PrefillFailed,
 )
 from inferbus.schemas.subjects import LIVE_OWNER
-from inferbus.workers.bus.connection import Bus
-from inferbus.workers.bus.message import Message
-from inferbus.workers.bus.services import Endpoint
+from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.connection.message import Message
+from inferbus.workers.bus.fleet.services import Endpoint
 from inferbus.workers.engine.interface import Delta, Engine, Leg, Rendezvous
-from inferbus.workers.observe.metrics import Metrics
+from inferbus.workers.jobs.observer import Observer
+from inferbus.workers.jobs.settings import JobSettings
 from inferbus.workers.roles.program import finished_within
-from inferbus.workers.roles.slots import Slots
+from inferbus.workers.roles.slots import Permit, Slots
 
 log = structlog.get_logger()
 
 
-class Prefill:
+class PrefillProgram:
     """Serves hand-offs.
 
     Args:
         bus: Connected.
         engine: Of the role prefill.
-        slots: How many it takes at once.
-        worker: This worker's id.
-        replies: Prefixes of subjects that answers may go to.
-        metrics: Count what ends here.
+        slots: Bound what it takes.
+        settings: Of this worker.
+        endpoints: What it serves: hand-offs to it.
+        observer: Told what ends here.
+
+    Attributes:
+        endpoints: See above.
     """
 
     def __init__(
@@ -49,25 +54,21 @@ class Prefill:
         bus: Bus,
         engine: Engine,
         slots: Slots,
+        settings: JobSettings,
+        endpoints: Sequence[Endpoint],
         *,
-        worker: str,
-        replies: tuple[str, ...],
-        metrics: Metrics | None = None,
+        observer: Observer | None = None,
     ) -> None:
+        self.endpoints = endpoints
         self._bus = bus
         self._engine = engine
         self._slots = slots
-        self._worker = worker
-        self._replies = replies
-        self._metrics = metrics
+        self._worker = settings.worker
+        self._replies = settings.replies
+        self._observer = observer or Observer()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._aborted: set[str] = set()
         self._draining = False
-        subject = bus.subjects.prefill(engine.info.model, worker)
-        self.endpoints = (Endpoint("prefill", subject),)
-
-    def slots_changed(self) -> None:
-        """Nothing depends on it here: decode workers see the load in the registry, and a refusal at once."""
 
     async def start(self) -> None:
         """Begins to take hand-offs."""
@@ -88,11 +89,11 @@ class Prefill:
 
     def _received(self, message: Message) -> None:
         try:
-            order = msgspec.msgpack.decode(message.data, type=handoff.ToPrefill)
+            received = msgspec.msgpack.decode(message.data, type=handoff.ToPrefill)
         except msgspec.DecodeError:
             log.warning("handoff.unreadable")
             return
-        match order:
+        match received:
             case handoff.Abort(rid=rid):
                 self._abort(rid)
             case handoff.Prefill():
@@ -101,9 +102,9 @@ class Prefill:
                         message.reply, owner=LIVE_OWNER, prefixes=self._replies
                     )
                 except InvalidReplySubject:
-                    log.warning("handoff.unanswerable", job=order.job, decode=order.worker)
+                    log.warning("handoff.unanswerable", job=received.job, decode=received.worker)
                     return
-                self._take(order, reply)
+                self._take(received, reply)
 
     def _abort(self, rid: str) -> None:
         if rid in self._running:
@@ -112,36 +113,34 @@ class Prefill:
             self._running[rid].cancel()
 
     def _take(self, request: handoff.Prefill, reply: str) -> None:
-        refusal = self._refusal(request)
-        if refusal is not None:
+        admitted = self._admit(request)
+        if isinstance(admitted, InferbusError):
+            refusal = admitted
             self._answer(reply, handoff.Refused(worker=self._worker, error=refusal.body()))
             log.warning("handoff.refused", job=request.job, decode=request.worker, code=refusal.code)
-            if self._metrics is not None:
-                self._metrics.turned_away(refusal.code)
+            self._observer.turned_away(refusal.code)
             return
         self._answer(reply, handoff.Accepted(worker=self._worker))
         task = asyncio.create_task(self._run(request, reply))
         self._running[request.rid] = task
         # Not in the task itself: one that is aborted before its first step never comes to its `finally`.
-        task.add_done_callback(lambda _: self._ended(request.rid))
+        task.add_done_callback(lambda _: self._ended(request.rid, admitted))
 
-    def _ended(self, rid: str) -> None:
+    def _ended(self, rid: str, permit: Permit) -> None:
         self._engine.abort(rid)
         self._aborted.discard(rid)
         self._running.pop(rid, None)
-        self._slots.free()
+        permit.release()
 
-    def _refusal(self, request: handoff.Prefill) -> InferbusError | None:
-        """Why this hand-off is not taken, or None: then a slot is held for it."""
+    def _admit(self, request: handoff.Prefill) -> Permit | InferbusError:
+        """A permit for this hand-off, or why it is not taken."""
         if self._draining:
             return Draining("this worker is shutting down")
         if request.signature != self._engine.info.signature:
             return NotSupported("the decode worker's engine does not fit this one")
         if request.rid in self._running:
             return PrefillFailed("this request id is running here already")
-        if not self._slots.take_live():
-            return Overloaded("all slots are busy")
-        return None
+        return self._slots.admit_live() or Overloaded("all slots are busy")
 
     async def _run(self, request: handoff.Prefill, reply: str) -> None:
         started = time.monotonic()
@@ -150,17 +149,15 @@ class Prefill:
         try:
             async with asyncio.timeout(request.timeout):
                 last = await self._compute(request)
-            meta = last.meta if last is not None else {}
             answer = handoff.Done(
                 worker=self._worker,
-                cached_tokens=meta.get("cached_tokens") or 0,
+                cached_tokens=(last.cached_tokens or 0) if last is not None else 0,
                 seconds=time.monotonic() - started,
-                input_logprobs=meta.get("input_token_logprobs"),
                 transfer=last.transfer if last is not None else None,
             )
             log.info("handoff.done", **_facts(request, answer))
         except TimeoutError:
-            answer = self._failed(request, PrefillFailed("the decode engine never came for the cache"))
+            answer = self._failed(request, PrefillFailed("the decode engine never connected for the cache"))
         except InferbusError as problem:
             answer = self._failed(request, problem)
         except asyncio.CancelledError:
@@ -171,12 +168,9 @@ class Prefill:
             log.exception("handoff.defect", job=request.job)
             answer = self._failed(request, InternalError("inferbus failed; the worker's log says how"))
         code = answer.error.code if isinstance(answer, handoff.Failed) else None
-        seconds = time.monotonic() - started
-        self.endpoints[0].record(seconds, code)
+        transfer = answer.transfer if isinstance(answer, handoff.Done) else None
         self._answer(reply, answer)
-        if self._metrics is not None:
-            transfer = answer.transfer if isinstance(answer, handoff.Done) else None
-            self._metrics.handed_off(seconds, code, transfer)
+        self._observer.handed_off(time.monotonic() - started, code, transfer)
 
     async def _compute(self, request: handoff.Prefill) -> Delta | None:
         leg = Leg(
@@ -207,7 +201,7 @@ class Prefill:
 
 
 def _facts(request: handoff.Prefill, done: handoff.Done) -> dict[str, object]:
-    """What the log says of a hand-off that is done."""
+    """Fields of the log event of a hand-off that is done."""
     facts: dict[str, object] = {"job": request.job, "decode": request.worker, "seconds": done.seconds}
     if done.transfer is not None:
         facts |= {"transfer_seconds": done.transfer.seconds, "transfer_bytes": done.transfer.bytes}

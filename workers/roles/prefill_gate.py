@@ -1,8 +1,8 @@
-"""Whether prefill workers are there for a decode worker's jobs; its queue is left alone while none is.
+"""Pauses a decode worker's queue while no prefill worker is there.
 
 An engine takes a minute to load. Jobs that were pulled while the only prefill
 worker restarts would fail again and again, and be dead before it is back. Live
-requests cannot wait, and are told at once.
+requests cannot wait, and get an error at once.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import asyncio
 
 import structlog
 
-from inferbus.workers.bus.pull import JobQueue
-from inferbus.workers.bus.registry import Registry
+from inferbus.workers.bus.fleet.registry import Registry
+from inferbus.workers.bus.queue.job_queue import JobQueue
 from inferbus.workers.pairing.picker import Picker
 
 log = structlog.get_logger()
@@ -23,7 +23,7 @@ class PrefillGate:
 
     Args:
         queue: Where its jobs come from.
-        registry: Tells of changes.
+        registry: Announces changes.
         picker: Knows whether there is a prefill worker that fits.
     """
 
@@ -34,8 +34,8 @@ class PrefillGate:
         self._changed = asyncio.Event()
         registry.on_change(self._changed.set)
 
-    async def look(self) -> None:
-        """Does what is due now."""
+    async def update(self) -> None:
+        """Pauses or resumes, as the workers that are there now require."""
         reason = self._picker.unavailable_reason
         if reason is not None and not self._paused:
             self._paused = True
@@ -50,5 +50,5 @@ class PrefillGate:
         """Follows every change, until it is cancelled."""
         while True:
             self._changed.clear()
-            await self.look()
+            await self.update()
             await self._changed.wait()

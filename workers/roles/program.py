@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
-from inferbus.workers.bus.services import Endpoint
+from inferbus.workers.bus.fleet.services import Endpoint
 
 
 class Program(Protocol):
@@ -15,10 +15,6 @@ class Program(Protocol):
     @property
     def endpoints(self) -> Sequence[Endpoint]:
         """What it serves, for `nats micro`."""
-        ...
-
-    def slots_changed(self) -> None:
-        """To be called whenever a slot was taken or freed."""
         ...
 
     async def start(self) -> None:
@@ -36,7 +32,7 @@ class Program(Protocol):
 
 
 async def finished_within(work: Coroutine[Any, Any, None], *, grace: float, hurry: asyncio.Event) -> bool:
-    """Awaits `work` for `grace` seconds, or until somebody is in a hurry; whether it finished."""
+    """Awaits `work` for `grace` seconds, or until `hurry` is set; whether it finished."""
     task, hurrying = asyncio.create_task(work), asyncio.create_task(hurry.wait())
     try:
         await asyncio.wait((task, hurrying), timeout=grace, return_when=asyncio.FIRST_COMPLETED)

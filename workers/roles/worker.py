@@ -15,33 +15,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import signal
-import socket
-import time
 from collections.abc import AsyncIterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
-import msgspec
 import structlog
 import uvloop
 
 from inferbus.schemas.errors import BusUnavailable, InferbusError
-from inferbus.schemas.fleet import Load, Role, State, WorkerInfo
-from inferbus.workers.bus.connection import Bus
-from inferbus.workers.bus.pull import JobQueue
-from inferbus.workers.bus.registry import Registry
-from inferbus.workers.bus.services import Service
-from inferbus.workers.bus.streams import job_queue, provision
+from inferbus.schemas.fleet import Role
+from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.fleet.registry import Registry
+from inferbus.workers.bus.jetstream.provision import provision
 from inferbus.workers.config import Settings
 from inferbus.workers.engine.interface import Engine
 from inferbus.workers.engine.launch import launch
+from inferbus.workers.jobs.observer import Observer
 from inferbus.workers.observe import logs, metrics
 from inferbus.workers.observe.metrics import Metrics
-from inferbus.workers.roles.decode import Decode
-from inferbus.workers.roles.prefill import Prefill
-from inferbus.workers.roles.program import Program
+from inferbus.workers.roles import description, wiring
+from inferbus.workers.roles.description import Description
+from inferbus.workers.roles.signals import StopSignals, restored
 from inferbus.workers.roles.slots import Slots
 
 log = structlog.get_logger()
@@ -68,7 +62,7 @@ def run(
     """
     logs.configure(cache=True, worker=settings.worker.worker, role=role)
     # uvloop is what SGLang runs on as well, and takes a third off a chunk's way.
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with restored(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_Worker(role, settings, engine_argv, scripted).main())
 
 
@@ -80,9 +74,8 @@ class _Worker:
         self._settings = settings
         self._engine_argv = engine_argv
         self._scripted = scripted
-        self._stop = asyncio.Event()
-        self._hurry = asyncio.Event()
-        self._started = time.time()
+        self._signals = StopSignals()
+        self._description = Description(role, settings.worker)
 
     async def main(self) -> int:
         try:
@@ -127,16 +120,19 @@ class _Worker:
     async def _serve(self, bus: Bus, engine: Engine, measured: Metrics | None) -> int:
         settings, info = self._settings.worker, engine.info
         slots = Slots(settings.slots or info.capacity.max_running, live_share=settings.live_share)
-        described = self._info("starting", engine, slots)
-        load = functools.partial(self._load, engine, slots)
+        described = self._description.starting(info, slots)
+        load = functools.partial(description.load, engine, slots)
         async with Registry(bus, described, settings=settings, load=load) as registry:
             if measured is not None:
                 measured.watch(lambda: registry.info.load, bus)
-            program = await self._program(bus, engine, registry, slots, measured)
-            slots.changed = program.slots_changed
-            self._catch_signals()
+            program = await wiring.program(
+                self._role, bus, engine, registry, slots, self._settings, measured or Observer()
+            )
+            # After the engine is up: SGLang takes SIGTERM for itself while it starts.
+            self._signals.catch()
+            replies = wiring.job_settings(self._settings, bus.subjects).replies
             # Before it takes anything: a server that does not answer for a moment fails this start.
-            async with self._service(bus, described, program):
+            async with description.service(bus, described, program, replies=replies):
                 await program.start()
                 await registry.announce("ready")
                 log.info("worker.ready", model=info.model, slots=slots.total, engine=info.name)
@@ -147,7 +143,7 @@ class _Worker:
             if code == EXIT_OK:
                 await registry.announce("draining")
                 log.info("worker.draining", busy=slots.busy)
-                await program.drain(grace=settings.grace, hurry=self._hurry)
+                await program.drain(grace=settings.grace, hurry=self._signals.hurry)
                 try:
                     await bus.flush()
                 except BusUnavailable as error:
@@ -155,20 +151,6 @@ class _Worker:
                     log.warning("drain.not_flushed", reason=error.message)
         log.info("worker.stopped", code=code)
         return code
-
-    async def _program(
-        self, bus: Bus, engine: Engine, registry: Registry, slots: Slots, measured: Metrics | None
-    ) -> Program:
-        settings = self._settings.worker
-        if self._role == "prefill":
-            worker, replies = settings.worker, settings.reply_prefixes
-            return Prefill(bus, engine, slots, worker=worker, replies=replies, metrics=measured)
-        queue: JobQueue = await job_queue(bus, engine.info.model, settings)
-        fleet = registry if self._role == "decode" else None
-        window = self._settings.streams.duplicate_window
-        return Decode(
-            bus, engine, fleet, queue, settings=settings, slots=slots, window=window, metrics=measured
-        )
 
     async def _provision_again(self, bus: Bus) -> None:
         """After every reconnection: streams in memory do not outlive their server."""
@@ -184,23 +166,10 @@ class _Worker:
                 await asyncio.sleep(PROVISION_PAUSE)
                 back.set()
 
-    def _service(self, bus: Bus, info: WorkerInfo, program: Program) -> Service:
-        capacity = msgspec.to_builtins(info.capacity) if info.capacity else {}
-        metadata = {"role": info.role, "model": info.model, "engine": info.engine}
-        return Service(
-            bus,
-            name=f"inferbus-{info.role}",
-            id=info.worker,
-            version=info.version,
-            description=f"{info.role} worker of {info.model}",
-            metadata=metadata | {name: str(value) for name, value in capacity.items()},
-            endpoints=program.endpoints,
-        )
-
     async def _until_stopped(self, bus: Bus, engine: Engine) -> int:
         """Waits for a signal, the end of the connection, or an engine that answers no more."""
         ends = {
-            asyncio.create_task(self._stop.wait()): EXIT_OK,
+            asyncio.create_task(self._signals.stop.wait()): EXIT_OK,
             asyncio.ensure_future(bus.closed.wait()): EXIT_NATS,
             asyncio.create_task(self._engine_lost(engine)): EXIT_ENGINE,
         }
@@ -219,67 +188,13 @@ class _Worker:
             misses = 0 if await engine.healthy() else misses + 1
         log.error("engine.lost")
 
-    def _catch_signals(self) -> None:
-        """After the engine is up: SGLang takes SIGTERM for itself while it starts."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._told_to_stop)
-
-    def _told_to_stop(self) -> None:
-        if self._stop.is_set():
-            self._hurry.set()
-        self._stop.set()
-
-    def _info(self, state: State, engine: Engine, slots: Slots) -> WorkerInfo:
-        info = engine.info
-        return WorkerInfo(
-            worker=self._settings.worker.worker,
-            role=self._role,
-            state=state,
-            model=info.model,
-            kinds=[] if self._role == "prefill" else list(info.kinds),
-            tokenizer=info.tokenizer,
-            engine=info.name,
-            version=version("inferbus"),
-            host=socket.gethostname(),
-            started=self._started,
-            load=Load(slots=slots.total),
-            capacity=info.capacity,
-            signature=info.signature,
-            bootstrap=info.bootstrap,
-        )
-
-    async def _load(self, engine: Engine, slots: Slots) -> Load:
-        load = await engine.load()
-        return Load(
-            slots=slots.total,
-            busy=slots.busy,
-            running=load.running,
-            waiting=load.waiting,
-            kv_used=load.kv_used,
-        )
-
     async def _unserved(self, error: metrics.Unserved) -> int:
         log.error("worker.failed", reason=error.message)
         await self._announce_failure(error.message)
         return EXIT_ENGINE
 
     async def _announce_failure(self, reason: str) -> None:
-        """Leaves word in the registry, for whoever wonders where this worker is."""
-        info = WorkerInfo(
-            worker=self._settings.worker.worker,
-            role=self._role,
-            state="failed",
-            model=self._settings.worker.model or "unknown",
-            kinds=[],
-            tokenizer=False,
-            engine="",
-            version=version("inferbus"),
-            host=socket.gethostname(),
-            started=self._started,
-            load=Load(slots=0),
-            reason=reason,
-        )
+        """Leaves the reason in the registry, where operators look for this worker."""
         with contextlib.suppress(BusUnavailable):
             async with self._connected() as bus:
-                await Registry.announce_once(bus, info)
+                await Registry.announce_once(bus, self._description.failed(reason))

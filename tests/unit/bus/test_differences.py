@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from inferbus.schemas.subjects import Subjects
-from inferbus.workers.bus.differences import CHECKS, differences, strengthened
-from inferbus.workers.bus.layout import job_consumer, stream_configs
+from inferbus.workers.bus.jetstream.differences import CHECKS, differences, strengthened
+from inferbus.workers.bus.jetstream.layout import job_consumer, stream_configs
 from inferbus.workers.config import StreamSettings
 
 DAY = 86_400_000_000_000
@@ -48,8 +48,8 @@ def test_at_least_as_strong(wanted: dict[str, Any], found: dict[str, Any]) -> No
     ],
 )
 def test_weaker(wanted: dict[str, Any], found: dict[str, Any], message: str) -> None:
-    [told] = differences(wanted, found)
-    assert message in told
+    [difference] = differences(wanted, found)
+    assert message in difference
     assert differences(wanted, strengthened(wanted, found)) == []
 
 
@@ -61,7 +61,7 @@ def test_every_field_that_we_set_is_compared_or_left_to_the_operator_on_purpose(
     left = {"name", "durable_name", "replay_policy", "deny_delete", "persist_mode"}
     configs = [
         *stream_configs(Subjects(), StreamSettings()),
-        job_consumer(Subjects(), "m", "batch", ack_wait=1, max_deliver=1),
+        job_consumer(Subjects(), "m", "batch", ack_wait=1),
     ]
     for config in configs:
         assert set(config) <= set(CHECKS) | left

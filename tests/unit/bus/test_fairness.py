@@ -1,4 +1,4 @@
-"""Weighted turns between classes of jobs (trial A11)."""
+"""Weighted turns between classes of jobs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferbus.workers.bus.fairness import Fair
+from inferbus.workers.bus.queue.fairness import Fair
 
 
 def turns(fair: Fair, jobs: dict[str, int], count: int) -> list[str]:

@@ -9,8 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inferbus.schemas.errors import InvalidSubject, PayloadTooLarge
-from inferbus.workers.bus import frames
-from inferbus.workers.bus.frames import check_filter, check_subject, header_block, payload_size, publish_frame
+from inferbus.workers.bus.connection import frames
+from inferbus.workers.bus.connection.frames import (
+    check_filter,
+    check_subject,
+    header_block,
+    payload_size,
+    publish_frame,
+)
 
 
 def test_a_message_without_headers() -> None:
@@ -27,7 +33,6 @@ def test_a_message_with_headers() -> None:
 
 @given(st.text(max_size=40))
 def test_any_text_is_a_subject_of_printable_tokens_or_refused(text: str) -> None:
-    """Trials B7, B8."""
     try:
         raw = check_subject(text)
     except InvalidSubject:

@@ -8,7 +8,7 @@ import nats.errors
 import pytest
 from nats.aio.client import Client
 
-from inferbus.workers.bus import natspy
+from inferbus.workers.bus.connection import natspy
 
 
 async def test_a_transport_that_is_closed_already_is_a_lost_connection_and_no_defect(

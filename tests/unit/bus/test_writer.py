@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from inferbus.workers.bus.writer import Writer
+from inferbus.workers.bus.connection.writer import Writer
 from tests.support.eventually import eventually
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from inferbus.schemas.subjects import JobAddress, Subjects
-from inferbus.workers.bus.delivery import NANO
-from inferbus.workers.bus.layout import job_consumer
+from inferbus.workers.bus.durations import nanoseconds
+from inferbus.workers.bus.jetstream.layout import job_consumer
 from inferbus.workers.cli import main
 from inferbus.workers.cli.queues import state
 from inferbus.workers.cli.tables import moment, plain, print_table, size, span
@@ -135,7 +135,7 @@ def test_a_name_cannot_do_anything_to_the_terminal(capsys: pytest.CaptureFixture
 def queue(until: dt.datetime | None) -> Queue:
     info: dict[str, Any] = {
         "name": "m-batch",
-        "config": {"filter_subject": "infer.jobs.m.batch.*.*", "ack_wait": 30 * NANO},
+        "config": {"filter_subject": "infer.jobs.m.batch.*.*", "ack_wait": nanoseconds(30)},
         "num_pending": 1,
         "num_ack_pending": 0,
         "num_redelivered": 0,
@@ -161,7 +161,7 @@ def test_a_pause_says_when_it_ends() -> None:
 @pytest.mark.parametrize("model", ["m", "meta-llama/Llama-3.1-8B", "模型", "x" * 128])
 def test_a_queue_is_known_by_what_it_gives_out(model: str) -> None:
     subjects = Subjects("acme.llm")
-    config = job_consumer(subjects, model, "batch", ack_wait=30, max_deliver=-1)
+    config = job_consumer(subjects, model, "batch", ack_wait=30)
     found = queue_address(config["filter_subject"], subjects)
     assert isinstance(found, JobAddress)
     assert (found.model, found.job_class) == (model, "batch")

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from inferbus.schemas.subjects import Subjects
-from inferbus.workers.bus.message import Message
+from inferbus.workers.bus.connection.message import Message
+from inferbus.workers.bus.connection.permissions import Permissions, Refusal
 from inferbus.workers.client import WorkerLost
 from inferbus.workers.client.alive import QUESTIONS, Question
 
@@ -18,9 +19,12 @@ class Line:
 
     def __init__(self) -> None:
         self.subjects = Subjects()
-        self.denied: set[str] = set()
+        self.permissions = Permissions()
         self.settled = True
         self.asked: list[str] = []
+
+    def may_publish(self, subject: str) -> bool:
+        return self.permissions.may_publish(subject)
 
     def inbox(self, callback: Any) -> Any:
         self.answer = callback
@@ -56,7 +60,7 @@ def test_an_answer_and_a_connection_that_is_away_begin_the_count_anew() -> None:
 
 def test_who_may_not_ask_of_one_request_asks_of_none_and_raises_no_alarm() -> None:
     line = Line()
-    line.denied.add("publish infer.alive.live.other")
+    line.permissions.add(Refusal("publish", "infer.alive.live.other"))
     question = asking(line)
     for _ in range(3 * QUESTIONS):
         question.ask()

@@ -42,6 +42,18 @@ def test_another_content_type_is_refused(header: str) -> None:
     assert caught.value.param == "Content-Type"
 
 
+@pytest.mark.parametrize("kind", [codec.JSON, codec.MSGPACK])
+def test_an_object_is_read_without_its_content_type(kind: str) -> None:
+    body = {"seq": 1, "text": "ä"}
+    assert codec.decode_any(codec.encode(body, kind)) == body
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"\xc1", b'{"\xff": 1}'])
+def test_what_is_of_neither_content_type_is_refused(data: bytes) -> None:
+    with pytest.raises(UndecodableBody):
+        codec.decode_any(data)
+
+
 class Pick(msgspec.Struct):
     side: Literal["left", "right"]
 

@@ -15,6 +15,15 @@ from inferbus.schemas.headers import Continuation, parse_continues, parse_deadli
 ARRIVED = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("0", 0), ("17", 17), ("9" * 18, 10**18 - 1), ("9" * 5000, None), ("", None), ("-1", None), ("٣", None)],
+)
+def test_a_number_in_a_header_is_read_or_left_out(text: str, value: int | None) -> None:
+    assert headers.number({headers.ATTEMPT: text}, headers.ATTEMPT) == value
+    assert headers.number(None, headers.ATTEMPT) is None
+
+
 def deadline(text: str) -> dt.datetime | None:
     return parse_deadline({headers.DEADLINE: text}, arrived=ARRIVED)
 

@@ -18,7 +18,7 @@ OBJECTS: Final = {
 
 
 class TextAnswer:
-    """`inferbus.workers.engine.interface.Answer` of the kinds `chat` and `completions`; used once."""
+    """`AnswerFormatter` of the kinds `chat` and `completions`; used once."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class TextAnswer:
             if delta.finish is not None:
                 self._reasons[index] = delta.finish.reason
                 if index == 0:
-                    self._cached = delta.meta.get("cached_tokens")
+                    self._cached = delta.cached_tokens
                 yield self._message([self._choice(index, {} if self._chat else "", delta.finish.reason)])
         if None in self._reasons:
             raise EngineFailed("the engine ended without finishing every choice")

@@ -34,13 +34,6 @@ def play(
     done = 0
     for token_ids, finish in _pieces(leg, rule, info, stops_at):
         done += len(token_ids)
-        meta: dict[str, Any] = {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": done,
-            "cached_tokens": cached_tokens,
-        }
-        if top is not None:
-            meta |= _logprobs(token_ids, top)
         if push is None:
             text = ""
         elif finish is None:
@@ -48,7 +41,16 @@ def play(
         else:
             # The token that ends a choice is one of its tokens, but no part of its text; as in SGLang.
             text = push(token_ids[:-1] if finish.matched is not None and trims else token_ids, last=True)
-        yield Delta(index=index, token_ids=token_ids, text=text, finish=finish, meta=meta)
+        yield Delta(
+            index=index,
+            token_ids=token_ids,
+            text=text,
+            finish=finish,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=done,
+            cached_tokens=cached_tokens,
+            meta={} if top is None else _logprobs(token_ids, top),
+        )
 
 
 def _pieces(
@@ -88,13 +90,15 @@ def _pieces(
 
 def prefilled(leg: Leg, rule: Rule) -> Delta:
     """The only delta of a prefill leg: like SGLang's, it ends by length, and its token means nothing."""
-    meta: dict[str, Any] = {
-        "prompt_tokens": len(leg.token_ids),
-        "completion_tokens": 0,
-        "cached_tokens": rule.cached_tokens,
-    }
-    finish = Finish(reason="length")
-    return Delta(index=leg.index, token_ids=[], text="", finish=finish, meta=meta, transfer=rule.transfer)
+    return Delta(
+        index=leg.index,
+        token_ids=[],
+        text="",
+        finish=Finish(reason="length"),
+        prompt_tokens=len(leg.token_ids),
+        cached_tokens=rule.cached_tokens,
+        transfer=rule.transfer,
+    )
 
 
 def _logprobs(token_ids: list[int], top: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import msgspec
 
 from inferbus.schemas.errors import ContextLengthExceeded, InvalidRequest, NotSupported
 from inferbus.schemas.requests import AnyRequest, ChatRequest, CompletionRequest, TokenRequest
-from inferbus.workers.engine.interface import Answer, EngineInfo, Leg
+from inferbus.workers.engine.interface import AnswerFormatter, EngineInfo, Leg
 from inferbus.workers.engine.scripted.answers import TextAnswer
 from inferbus.workers.engine.scripted.script import USER
 from inferbus.workers.engine.scripted.text import ByteTokenizer
@@ -85,7 +85,7 @@ class ScriptedPrompt:
         resumed._left = left
         return resumed
 
-    def answer(self) -> Answer:
+    def answer(self) -> AnswerFormatter:
         """A fresh formatter."""
         request = self._request
         if isinstance(request, TokenRequest):

@@ -18,7 +18,7 @@ _GROWING: Final = ("output_token_logprobs", "output_top_logprobs", "output_token
 
 
 class OpenAIAnswer:
-    """`Answer` of the kinds `chat` and `completions`.
+    """`AnswerFormatter` of the kinds `chat` and `completions`.
 
     Args:
         handler: SGLang's `OpenAIServingChat` or `OpenAIServingCompletion`, on a `PassThrough`.
@@ -58,6 +58,10 @@ class OpenAIAnswer:
         """Deltas as SGLang's tokenizer manager would stream them for `n` choices."""
         async for delta in deltas:
             meta = delta.meta
+            # The role may have corrected these: SGLang counts one leg, on one engine.
+            meta["prompt_tokens"] = delta.prompt_tokens
+            meta["completion_tokens"] = delta.completion_tokens
+            meta["cached_tokens"] = delta.cached_tokens or 0
             if self._id is None:
                 self._id = meta.setdefault("id", "")
             elif meta.get("id") != self._id:

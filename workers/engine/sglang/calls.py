@@ -115,6 +115,9 @@ class Calls:
                 token_ids=output["output_ids"],
                 text=output.get("text", ""),
                 finish=finish,
+                prompt_tokens=meta["prompt_tokens"],
+                completion_tokens=meta["completion_tokens"],
+                cached_tokens=meta.get("cached_tokens"),
                 meta=meta,
                 transfer=transfer.take(meta) if self._role == "prefill" else None,
             )

@@ -48,7 +48,14 @@ async def _capacity(engine: Any) -> Capacity:
         max_running=sum(state["effective_max_running_requests_per_dp"] for state in states),
         max_prefill_tokens=setting(manager, "max_prefill_tokens"),
         vocabulary=manager.model_config.vocab_size,
+        step_tokens=_step_tokens(manager),
     )
+
+
+def _step_tokens(manager: Any) -> int:
+    """Tokens of one chunk of prompts; all of a prefill batch where prompts are not cut."""
+    chunk, batch = setting(manager, "chunked_prefill_size"), setting(manager, "max_prefill_tokens")
+    return int(min(chunk, batch) if chunk and chunk > 0 else batch)
 
 
 def _signature(manager: Any) -> Signature:

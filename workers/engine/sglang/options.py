@@ -20,6 +20,7 @@ import msgspec
 
 from inferbus.schemas.fleet import Bootstrap, Role
 from inferbus.workers.engine import cpu
+from inferbus.workers.engine.sglang import scheduling
 from inferbus.workers.engine.sglang.startup import LaunchFailed
 
 MODES: Final[dict[Role, str]] = {"prefill": "prefill", "decode": "decode", "both": "null"}
@@ -189,6 +190,7 @@ def _own(
         if own and given.get(flag, own) != own:
             raise LaunchFailed(f"{_flag(flag)} {given[flag]} contradicts the worker's own setting, {own}")
     defaults: dict[str, Any] = {"log_level": LOG_LEVEL}
+    defaults |= scheduling.defaults(role, given, gpu=not cpu.cpu_only())
     if cpu.cpu_only():
         _check_processor()
         defaults |= cpu.defaults(role)

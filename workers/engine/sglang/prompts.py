@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any, Final
 
-from inferbus.workers.engine.interface import Answer, Leg
+from inferbus.workers.engine.interface import AnswerFormatter, Leg
 
 SEEDS: Final = 2**64
 
@@ -31,7 +31,7 @@ class SGLangPrompt:
         sampling: dict[str, Any],
         options: dict[str, Any],
         choices: int,
-        answer: Callable[[], Answer],
+        answer: Callable[[], AnswerFormatter],
         decode: Callable[[list[int]], str] | None = None,
         resumable: bool = False,
     ) -> None:
@@ -63,7 +63,7 @@ class SGLangPrompt:
             rid=rid, index=index, token_ids=self._token_ids, sampling=sampling, options=dict(self._options)
         )
 
-    def answer(self) -> Answer:
+    def answer(self) -> AnswerFormatter:
         """See `Prompt.answer`."""
         return self._answer()
 

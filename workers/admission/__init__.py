@@ -1,0 +1,22 @@
+"""When a request may start: budgets in prompt tokens, KV tokens and requests, by class.
+
+The queue of durable jobs stays in JetStream. A worker takes a job when its engine can start it, so that
+classes, owners, cancels and deadlines reach every job that waits, and other workers can take it. Nothing here
+knows NATS, SGLang, or what a job is.
+"""
+
+from __future__ import annotations
+
+from inferbus.workers.admission.admission import Admission, Budget, Permit
+from inferbus.workers.admission.classes import BATCH, INTERACTIVE, LIVE, ServiceClass, engine_priority
+
+__all__ = [
+    "BATCH",
+    "INTERACTIVE",
+    "LIVE",
+    "Admission",
+    "Budget",
+    "Permit",
+    "ServiceClass",
+    "engine_priority",
+]

@@ -1,0 +1,348 @@
+"""Admission: which of the waiting requests starts, and whether there is room for another job.
+
+Two budgets stand before the engine:
+
+* **Prompt window.** Bounds the tokens of prompts that the engine has and that have no first token yet. With
+  two prefill steps of tokens the engine always finds its next step full, and its own queue stays that short.
+  A live request counts live prompts only: SGLang orders its queue by priority, so jobs are not ahead of it.
+* **KV tokens.** The forecast peak of everything that runs (see `forecast`) stays within the KV cache. Jobs
+  leave a share of it to live requests.
+
+A request is known in two steps. When it is taken, its size is what its class is expected to need; once it is
+tokenised, it waits here with its real size until it fits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from inferbus.workers.admission.classes import BATCH, LIVE, ORDER, ServiceClass
+from inferbus.workers.admission.forecast import Expectation, peak
+
+JOBS_TURN: Final = 16
+"""Windows of live prompts after which a job that waits in the engine has its turn."""
+
+LONGEST_TURN: Final = 1.0
+"""Seconds that live requests wait for such a turn at most: the job may lack KV cache rather than its turn."""
+
+FORECAST_AGE: Final = 0.01
+"""Seconds for which a forecast is used again; it takes a millisecond for thousands of requests."""
+
+
+class Budget(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker may hold.
+
+    Attributes:
+        slots: Requests, at least 1.
+        kv_tokens: Tokens of the engine's KV cache.
+        window: Tokens of prompts that have no first token yet.
+        staged: Tokens of prompts beyond the window that may be prepared meanwhile.
+        live_share: Share of slots and KV tokens that jobs leave to live requests; one slot always remains for
+            jobs.
+    """
+
+    slots: int
+    kv_tokens: int
+    window: int
+    staged: int
+    live_share: float
+
+
+class Permit:
+    """One request's place in a worker, from when it was taken until `close`.
+
+    Attributes:
+        service_class: Its class.
+        waited: Seconds that it waited in `enter`.
+    """
+
+    def __init__(self, admission: Admission, service_class: ServiceClass) -> None:
+        self.service_class: ServiceClass = service_class
+        self.waited = 0.0
+        self._admission = admission
+        self._expectation = admission._expectations[service_class]
+        self._prompt = round(self._expectation.prompt)
+        self._choices = 1
+        self._allowed = 0
+        self._certain = False
+        self._generated = 0
+        self._turn: asyncio.Future[None] | None = None
+        self._admitted = False
+        self._started = 0
+        self._closed = False
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens over all choices."""
+        return self._prompt * self._choices
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is in the engine, and one of its choices has no first token yet."""
+        return self._admitted and self._started < self._choices
+
+    @property
+    def worst(self) -> int:
+        """KV tokens that it needs if it uses all that it is allowed."""
+        return self.tokens + self._allowed * self._choices
+
+    async def enter(self, prompt: int, allowed: int, *, choices: int = 1, certain: bool = False) -> None:
+        """Waits until the request may start.
+
+        Args:
+            prompt: Its tokens.
+            allowed: New tokens that each choice may have at most.
+            choices: Sequences that are generated for it.
+            certain: Whether it will use all of them (`ignore_eos`).
+        """
+        self._certain = certain
+        self._expectation.saw_prompt(prompt)
+        began = time.monotonic()
+        try:
+            await self._admission._enter(self, prompt, allowed, choices)
+        finally:
+            self.waited = time.monotonic() - began
+
+    def first_token(self) -> None:
+        """One of its choices has its first token: its prompt is computed."""
+        if not self._closed and self.waits:
+            self._started += 1
+            if self._started == self._choices:
+                self._admission._prompt_computed(self)
+
+    def generated(self, tokens: int) -> None:
+        """So many more tokens were generated, over all choices."""
+        self._generated += tokens
+
+    def retracted(self) -> None:
+        """The engine took its KV cache away, and will compute it again."""
+        self._expectation.retracted()
+
+    def close(self) -> None:
+        """It is over, or goes back to its queue; may be called more than once."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._admitted and self._generated:
+            self._expectation.saw_answer(self._generated, self._allowed * self._choices)
+        self._admission._close(self)
+
+    def _growth(self) -> tuple[int, int]:
+        """Its KV tokens now, and those still to come, of all choices as one sequence."""
+        allowed = self._allowed * self._choices
+        left = (
+            allowed - self._generated
+            if self._certain
+            else self._expectation.new_tokens(self._generated, allowed)
+        )
+        return self.tokens + self._generated, left
+
+
+class Admission:
+    """The budgets of one worker, and the requests that it holds.
+
+    Args:
+        budget: See `Budget`.
+        changed: Called after every change; it must be quick.
+        clock: Monotonic seconds.
+
+    Attributes:
+        budget: As it is now.
+        room: Set while another job may be taken.
+        no_room: Set while none may.
+    """
+
+    def __init__(
+        self,
+        budget: Budget,
+        *,
+        changed: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.budget = budget
+        self.room = asyncio.Event()
+        self.no_room = asyncio.Event()
+        self._changed = changed
+        self._clock = clock
+        self._job_slots = max(1, budget.slots - math.floor(budget.slots * budget.live_share))
+        self._job_tokens = budget.kv_tokens - math.floor(budget.kv_tokens * budget.live_share)
+        self._expectations = {name: Expectation() for name in ORDER}
+        self._held: dict[Permit, None] = {}
+        self._queues: dict[ServiceClass, deque[Permit]] = {name: deque() for name in ORDER}
+        self._jobs = 0
+        self._admitted = 0
+        self._staged_tokens = 0
+        self._worst = 0
+        self._waiting = dict.fromkeys(ORDER, 0)
+        self._forecast: tuple[float, int] = (-math.inf, 0)
+        self._live_since_job = 0
+        self._turn_until: float | None = None
+        self._update()
+
+    @property
+    def busy(self) -> int:
+        """Requests held."""
+        return len(self._held)
+
+    @property
+    def full(self) -> bool:
+        """Whether not even a live request can be taken."""
+        return len(self._held) >= self.budget.slots
+
+    @property
+    def queued(self) -> int:
+        """Requests that are prepared and wait here for their turn."""
+        return sum(map(len, self._queues.values()))
+
+    @property
+    def window_used(self) -> int:
+        """Tokens of prompts that the engine has and that have no first token yet."""
+        return sum(self._waiting.values())
+
+    @property
+    def kv_forecast(self) -> int:
+        """KV tokens that the admitted requests will need at most.
+
+        SGLang itself keeps room for all that requests with `ignore_eos` may still generate, so what it would
+        refuse is not promised here either.
+        """
+        admitted = [permit for permit in self._held if permit._admitted]
+        certain = sum(permit.worst for permit in admitted if permit._certain)
+        held = sum(permit._growth()[0] for permit in admitted if not permit._certain)
+        return max(certain + held, peak(permit._growth() for permit in admitted))
+
+    def set_window(self, window: int) -> None:
+        """Changes the prompt window: the prefill workers of a decode worker come and go."""
+        if window != self.budget.window:
+            self.budget = msgspec.structs.replace(self.budget, window=window)
+            self._update()
+
+    def take_live(self) -> Permit | None:
+        """A place for a live request, if a slot is free."""
+        return None if self.full else self._take(LIVE)
+
+    async def take_job(self, service_class: ServiceClass) -> Permit:
+        """A place for a job that was delivered, as soon as a slot is free for it."""
+        while self.full or self._jobs >= self._job_slots:
+            await self.room.wait()
+        return self._take(service_class)
+
+    def _take(self, service_class: ServiceClass) -> Permit:
+        permit = Permit(self, service_class)
+        self._held[permit] = None
+        self._jobs += service_class != LIVE
+        self._staged_tokens += permit.tokens
+        self._update()
+        return permit
+
+    async def _enter(self, permit: Permit, prompt: int, allowed: int, choices: int) -> None:
+        self._staged_tokens -= permit.tokens
+        permit._prompt, permit._allowed, permit._choices = prompt, allowed, choices
+        self._staged_tokens += permit.tokens
+        permit._turn = asyncio.get_running_loop().create_future()
+        self._queues[permit.service_class].append(permit)
+        self._update()
+        await permit._turn
+
+    def _admit(self, permit: Permit) -> None:
+        permit._admitted = True
+        if permit._turn is not None and not permit._turn.done():
+            permit._turn.set_result(None)
+        self._admitted += 1
+        self._staged_tokens -= permit.tokens
+        self._worst += permit.worst
+        self._waiting[permit.service_class] += permit.tokens
+        when, forecast = self._forecast
+        self._forecast = (when, forecast + sum(permit._growth()))
+        if permit.service_class == LIVE and self._jobs_wait:
+            self._live_since_job += permit.tokens
+
+    def _prompt_computed(self, permit: Permit) -> None:
+        self._waiting[permit.service_class] -= permit.tokens
+        if permit.service_class != LIVE:
+            self._live_since_job, self._turn_until = 0, None
+        self._update()
+
+    def _close(self, permit: Permit) -> None:
+        del self._held[permit]
+        self._jobs -= permit.service_class != LIVE
+        if permit._admitted:
+            self._admitted -= 1
+            self._worst -= permit.worst
+            self._waiting[permit.service_class] -= permit.tokens if permit.waits else 0
+        else:
+            self._staged_tokens -= permit.tokens
+            with contextlib.suppress(ValueError):
+                self._queues[permit.service_class].remove(permit)
+        self._update()
+
+    @property
+    def _jobs_wait(self) -> bool:
+        """Whether the engine has a job whose prompt is not computed."""
+        return any(self._waiting[name] for name in ORDER if name != LIVE)
+
+    def _update(self) -> None:
+        """Admits whatever fits, the most urgent first, and tells whether another job may be taken."""
+        for name in ORDER:
+            queue = self._queues[name]
+            while queue and self._fits(queue[0]):
+                self._admit(queue.popleft())
+        room = self._has_room()
+        gained, lost = (self.room, self.no_room) if room else (self.no_room, self.room)
+        gained.set()
+        lost.clear()
+        self._changed()
+
+    def _fits(self, permit: Permit) -> bool:
+        live = permit.service_class == LIVE
+        ahead = self._waiting[LIVE] if live else self.window_used
+        if ahead and ahead + permit.tokens > self.budget.window:
+            return False
+        if live:
+            return not (self._jobs_wait and self._jobs_turn())
+        return self._holds(permit.worst, sum(permit._growth()))
+
+    def _has_room(self) -> bool:
+        if self.full or self._jobs >= self._job_slots:
+            return False
+        if any(self._queues[name] for name in ORDER if name != LIVE):
+            return False
+        ahead = self.window_used + self._staged_tokens
+        expected = round(self._expectations[BATCH].prompt)
+        if ahead and ahead + expected > self.budget.window + self.budget.staged:
+            return False
+        return self._holds(self._staged_tokens + expected, self._staged_tokens + expected)
+
+    def _holds(self, worst: int, expected: int) -> bool:
+        """Whether the KV cache holds so many more tokens beside what runs; an idle worker tries anything."""
+        if not self._admitted or self._worst + worst <= self._job_tokens:
+            return True
+        return self._recent_forecast() + expected <= self._job_tokens
+
+    def _recent_forecast(self) -> int:
+        """The forecast, at most `FORECAST_AGE` old, with the final sizes of what was admitted since."""
+        now = self._clock()
+        if now - self._forecast[0] > FORECAST_AGE:
+            self._forecast = (now, self.kv_forecast)
+        return self._forecast[1]
+
+    def _jobs_turn(self) -> bool:
+        """Whether live requests have had so much that a job in the engine comes first."""
+        if self._live_since_job < JOBS_TURN * self.budget.window:
+            return False
+        now = self._clock()
+        if self._turn_until is None:
+            self._turn_until = now + LONGEST_TURN
+            asyncio.get_running_loop().call_later(LONGEST_TURN, self._update)
+        if now < self._turn_until:
+            return True
+        self._live_since_job, self._turn_until = 0, None
+        return False

@@ -1,0 +1,1 @@
+"""One guarded connection to NATS: the `Bus`, and what it is made of."""

@@ -1,0 +1,144 @@
+"""Every use of nats-py's private attributes, each with a fallback for a version without them.
+
+nats-py 2.16 has no public way to write several messages in one step, to tell a
+dead read loop from an idle one, or to drop a socket whose peer is frozen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from nats.aio.client import Client
+from nats.errors import StaleConnectionError
+
+
+class GuardedClient(Client):  # type: ignore[misc]  # nats-py has no types
+    """nats-py's client, with a read loop that survives a late PONG, and without leaked sockets.
+
+    `flush` and `rtt` cancel their future when they time out or are cancelled, and leave it in the list of
+    expected PONGs. When that PONG comes after all, `set_result` raises InvalidStateError, which ends the
+    read loop unreported: the client stays "connected" and receives nothing. Where a later version renames
+    these methods, the watchdog notices.
+    """
+
+    async def _process_pong(self) -> None:
+        pongs: list[asyncio.Future[bool]] = getattr(self, "_pongs", [])
+        if pongs and pongs[0].done():
+            pongs.pop(0)
+            self._pings_outstanding = 0
+            return
+        await super()._process_pong()
+
+    async def _flush_pending(self, force_flush: bool = False) -> Any:
+        # For a closed transport uvloop raises RuntimeError, where asyncio drops the data.
+        try:
+            return await super()._flush_pending(force_flush)
+        except RuntimeError as error:
+            raise StaleConnectionError from error
+
+    async def _connect_to_server(self, s: Any) -> None:
+        # An attempt that failed after its TCP connection was made would leave the socket to the garbage
+        # collector; the server sent nothing, for example.
+        abort_socket(self)
+        await super()._connect_to_server(s)
+
+
+def can_write_batches(client: Any) -> bool:
+    """Whether `write_batch` works with this version."""
+    return hasattr(client, "_send_command") and hasattr(client, "_flush_pending")
+
+
+async def write_batch(client: Any, frames: bytes) -> None:
+    """Queues whole protocol frames for the socket, in one step instead of one per message.
+
+    `Client.publish` does the same after its own checks, for which `frames` stands in. It halves the cost of a
+    small message. Waits while more than `pending_size` is queued, which is the socket's back-pressure.
+
+    Raises:
+        nats.errors.Error: The connection is gone.
+    """
+    await client._send_command(frames)
+    await client._flush_pending()
+
+
+async def write_out(client: Any) -> None:
+    """Waits until the client's buffer is on the socket.
+
+    A PING overtakes that buffer, so its PONG does not confirm it. Where this cannot be done, the buffer is
+    most probably empty when the PONG comes.
+
+    Raises:
+        nats.errors.Error: The connection is gone.
+    """
+    flush = getattr(client, "_flush_pending", None)
+    if callable(flush):
+        await flush(force_flush=True)
+
+
+def read_loop_died(client: Any) -> bool:
+    """Whether nothing reads the socket although the client reports that it is connected."""
+    task = getattr(client, "_reading_task", None)
+    return bool(client.is_connected and isinstance(task, asyncio.Task) and task.done())
+
+
+def reconnecting_died(client: Any) -> bool:
+    """Whether the client reports that it reconnects although that task has ended, by an exception."""
+    task = getattr(client, "_reconnection_task", None)
+    return bool(client.is_reconnecting and isinstance(task, asyncio.Task) and task.done())
+
+
+def abort_socket(client: Any) -> bool:
+    """Drops the socket and what is still to be sent; False where that cannot be done.
+
+    nats-py closes a lost connection gracefully, and so waits for ever for a stopped peer that reads nothing.
+    """
+    writer = getattr(getattr(client, "_transport", None), "_io_writer", None)
+    transport = getattr(writer, "transport", None)
+    if not isinstance(transport, asyncio.Transport):
+        return False
+    transport.abort()
+    return True
+
+
+def is_encrypted(client: Any) -> bool | None:
+    """Whether the connection uses TLS; None where that is unknown."""
+    writer = getattr(getattr(client, "_transport", None), "_io_writer", None)
+    if not isinstance(writer, asyncio.StreamWriter):
+        return None
+    return isinstance(writer.get_extra_info("ssl_object"), ssl.SSLObject)
+
+
+def asks_for_login(client: Any) -> bool:
+    """Whether the server last talked to wants credentials."""
+    return bool(getattr(client, "_server_info", {}).get("auth_required"))
+
+
+async def end_interest(client: Any, sub: Any, flush: Callable[[], Awaitable[None]]) -> bool:
+    """Unsubscribes at the server; the subscription itself stays, for late messages.
+
+    False where this version cannot: then `drain` is the next best. Its PING overtakes its UNSUB, which waits
+    in nats-py's buffer.
+    """
+    send, queue = getattr(client, "_send_unsubscribe", None), getattr(sub, "_pending_queue", None)
+    if not callable(send) or not isinstance(queue, asyncio.Queue) or not hasattr(sub, "_id"):
+        return False
+    await send(sub._id)
+    await flush()
+    await queue.join()
+    return True
+
+
+def forget_subscription(client: Any, sub: Any) -> None:
+    """Removes a subscription from those that nats-py makes again after a reconnection.
+
+    An interrupted `drain` leaves it there, marked as closed, so that `unsubscribe` refuses.
+    """
+    stop = getattr(sub, "_stop_processing", None)
+    remove = getattr(client, "_remove_sub", None)
+    if callable(stop):
+        stop()
+    if callable(remove):
+        remove(getattr(sub, "_id", -1))

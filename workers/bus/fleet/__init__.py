@@ -1,0 +1,1 @@
+"""The workers of the fleet: their registry, and their services API."""

@@ -1,0 +1,1 @@
+"""JetStream: its API, the streams and consumers of the contract, and looking through them."""

@@ -1,0 +1,363 @@
+"""JetStream's own protocol: storing and looking up.
+
+Spoken directly rather than through nats-py, which does not retry while a leader is elected (ADR-22), does not
+report a publish that the server does not permit, and has no batches of direct gets (ADR-31).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import datetime as dt
+import secrets
+from collections.abc import Mapping
+from typing import Any, Final, overload
+
+import msgspec
+
+from inferbus.schemas import headers as names
+from inferbus.schemas.errors import BusUnavailable
+from inferbus.workers.bus.connection.bus import TIMEOUT, Bus
+from inferbus.workers.bus.connection.message import NO_RESPONDERS, Message
+from inferbus.workers.bus.errors import (
+    FULL,
+    JETSTREAM_OFF,
+    MESSAGE_NOT_FOUND,
+    STORE_FAILED,
+    WRONG_LAST_SEQUENCE,
+    ApiError,
+    NoResponders,
+    NotPermitted,
+    StreamFull,
+    SubjectFull,
+)
+from inferbus.workers.bus.interface import PubAck, Stored
+
+API: Final = "$JS.API"
+TRIES: Final = 3
+RETRY_PAUSE: Final = 0.25
+"""ADR-22: a publish that finds no stream is tried twice more, 250 ms apart."""
+
+PAGE: Final = 1000
+PAGE_BYTES: Final = 4 * 1024 * 1024
+"""Messages and bytes of one page; a message that is larger than that is a page of its own."""
+
+END_OF_BATCH: Final = "204"
+NO_MESSAGE: Final = "404"
+
+_OFF: Final = "JetStream does not answer: is it enabled on this server and for this account?"
+_OWN_HEADERS: Final = frozenset(
+    {
+        "Nats-Stream",
+        "Nats-Subject",
+        "Nats-Sequence",
+        "Nats-Time-Stamp",
+        "Nats-Num-Pending",
+        "Nats-Last-Sequence",
+        "Nats-UpTo-Sequence",
+    }
+)
+"""What a direct get adds to a message's own headers."""
+
+
+class _Error(msgspec.Struct):
+    code: int = 500
+    err_code: int = 0
+    description: str = "unknown error"
+
+
+class _Ack(msgspec.Struct):
+    error: _Error | None = None
+    stream: str = ""
+    seq: int = 0
+    duplicate: bool = False
+
+
+_ack: Final = msgspec.json.Decoder(_Ack)
+
+
+class JetStream:
+    """JetStream over one connection; implements `Broker`. It has no state: any number may share a connection.
+
+    Args:
+        bus: The connection.
+    """
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+
+    @property
+    def max_payload(self) -> int:
+        """See `Broker`."""
+        return self._bus.max_payload
+
+    def send(
+        self, subject: str, data: bytes, headers: Mapping[str, str] | None = None, *, reply: str = ""
+    ) -> None:
+        """See `Broker`."""
+        self._bus.send(subject, data, headers, reply=reply)
+
+    @property
+    def congested(self) -> bool:
+        """See `Broker`."""
+        return self._bus.congested
+
+    async def ready(self) -> None:
+        """See `Broker`."""
+        await self._bus.ready()
+
+    async def flush(self) -> None:
+        """See `Broker`."""
+        await self._bus.flush()
+
+    async def call(self, path: str, body: Any = None, *, timeout: float = TIMEOUT) -> dict[str, Any]:
+        """One call of JetStream's API, `STREAM.INFO.X` for example.
+
+        Raises:
+            ApiError: JetStream refused; carries its error code.
+            BusUnavailable: It does not answer, or this user may not call it.
+        """
+        data = b"" if body is None else msgspec.json.encode(body)
+        try:
+            message = await self._bus.request(f"{API}.{path}", data, timeout=timeout)
+        except NoResponders:
+            raise BusUnavailable(_OFF) from None
+        answer: dict[str, Any] = msgspec.json.decode(message.data)
+        if (raw := answer.get("error")) is not None:
+            raise _refused(msgspec.convert(raw, _Error), path)
+        return answer
+
+    @overload
+    async def store(
+        self,
+        subject: str,
+        data: bytes,
+        headers: Mapping[str, str] | None = None,
+        *,
+        expect: None = None,
+        timeout: float = TIMEOUT,
+        resend: bool = False,
+    ) -> PubAck: ...
+
+    @overload
+    async def store(
+        self,
+        subject: str,
+        data: bytes,
+        headers: Mapping[str, str] | None = None,
+        *,
+        expect: int | None = None,
+        timeout: float = TIMEOUT,
+        resend: bool = False,
+    ) -> PubAck | None: ...
+
+    async def store(
+        self,
+        subject: str,
+        data: bytes,
+        headers: Mapping[str, str] | None = None,
+        *,
+        expect: int | None = None,
+        timeout: float = TIMEOUT,
+        resend: bool = False,
+    ) -> PubAck | None:
+        """See `Broker`.
+
+        Args:
+            subject: See `Broker`, as for `data`, `headers` and `expect`.
+            data: The body.
+            headers: Its headers.
+            expect: The sequence of the subject's newest message.
+            timeout: Seconds to wait for one acknowledgement.
+            resend: Send it again where none comes, under the same message id.
+
+        Raises:
+            PayloadTooLarge: Over the server's limit; nothing was sent.
+            NoResponders: No stream takes it.
+            NotPermitted: This user may not publish to it.
+            StreamFull: There is no room for it.
+            ApiError: The stream refused it for another reason.
+            BusUnavailable: It was not acknowledged in time; it may be stored.
+        """
+        sent = dict(headers or ())
+        own_id = names.MSG_ID not in sent
+        if own_id:
+            # The same for every try, so that one that did arrive is not stored twice.
+            sent[names.MSG_ID] = secrets.token_hex(11)
+        if expect is not None:
+            sent[names.EXPECTED_LAST] = str(expect)
+        for attempt in range(TRIES):
+            last_try = attempt == TRIES - 1
+            try:
+                message = await self._bus.request(subject, data, sent, timeout=timeout)
+            except NoResponders:
+                if last_try:
+                    raise NoResponders(f"no stream takes {subject}") from None
+            except NotPermitted:
+                raise
+            except BusUnavailable:
+                if last_try or not resend:
+                    raise
+            else:
+                ack = _decoded(message, subject)
+                if ack.error is None:
+                    duplicate = ack.duplicate and attempt == 0
+                    if duplicate and expect is not None and not own_id:
+                        return None
+                    return PubAck(stream=ack.stream, sequence=ack.seq, duplicate=duplicate)
+                if expect is not None and ack.error.err_code in WRONG_LAST_SEQUENCE:
+                    return None
+                if last_try or ack.error.code != 503 or ack.error.err_code in FULL:
+                    raise _refused(ack.error, subject)
+            await asyncio.sleep(RETRY_PAUSE)
+        raise AssertionError("unreachable")
+
+    async def last(self, stream: str, subject: str) -> Stored | None:
+        """See `Broker`."""
+        try:
+            message = await self._bus.request(f"{API}.DIRECT.GET.{stream}.{subject}")
+        except NoResponders:
+            # A stream without direct access, or none at all; this call tells which.
+            return await self.get(stream, {"last_by_subj": subject})
+        return None if message.status == NO_MESSAGE else _stored(message)
+
+    async def read(self, stream: str, subject: str) -> list[Stored]:
+        """See `Broker`; the subject may hold wildcards."""
+        messages: list[Stored] = []
+        remaining = 1
+        while remaining:
+            first = messages[-1].sequence + 1 if messages else 1
+            page, remaining = await self.page(stream, subject, first=first)
+            messages.extend(page)
+            if not page:
+                break
+        return messages
+
+    async def page(
+        self, stream: str, subject: str, *, first: int = 1, batch: int | None = None
+    ) -> tuple[list[Stored], int]:
+        """Messages of a subject, oldest first, and the number of messages beyond them.
+
+        From a stream without direct access they come one by one, and that number is 1 until the end.
+
+        Args:
+            stream: Of this stream.
+            subject: May hold wildcards.
+            first: The stream sequence to begin at.
+            batch: No more messages than this, nor than `PAGE`.
+
+        Raises:
+            NotPermitted: Naming the subject.
+            BusUnavailable: The server did not answer.
+        """
+        query: dict[str, Any] = {"seq": first, "next_by_subj": subject}
+        limits = {"batch": min(batch or PAGE, PAGE), "max_bytes": PAGE_BYTES}
+        try:
+            return await self._batch(f"{API}.DIRECT.GET.{stream}", query | limits)
+        except NoResponders:
+            message = await self.get(stream, query)
+            return ([], 0) if message is None else ([message], 1)
+
+    async def get(self, stream: str, query: dict[str, Any]) -> Stored | None:
+        """One message, as the stream's leader has it: what was removed a moment ago is not there.
+
+        Args:
+            stream: Of this stream.
+            query: As STREAM.MSG.GET takes it: `seq`, `last_by_subj`, or `seq` and `next_by_subj`.
+
+        Raises:
+            ApiError: There is no such stream.
+            BusUnavailable: The server did not answer.
+        """
+        try:
+            answer = await self.call(f"STREAM.MSG.GET.{stream}", query)
+        except ApiError as error:
+            if error.err_code == MESSAGE_NOT_FOUND:
+                return None
+            raise
+        message = answer["message"]
+        return Stored(
+            subject=message["subject"],
+            data=base64.b64decode(message.get("data", "")),
+            headers=_headers(base64.b64decode(message.get("hdrs", ""))),
+            sequence=message["seq"],
+            time=parse_time(message["time"]),
+        )
+
+    async def _batch(self, subject: str, body: dict[str, Any]) -> tuple[list[Stored], int]:
+        """One batch of direct gets (ADR-31), and how many messages there are beyond it."""
+        arrived: asyncio.Queue[Message] = asyncio.Queue()
+        inbox = self._bus.inbox(arrived.put_nowait)
+        messages: list[Stored] = []
+        try:
+            async with asyncio.timeout(TIMEOUT):
+                await self._bus.until_connected()
+            self._bus.send(subject, msgspec.json.encode(body), reply=inbox.subject)
+            while True:
+                async with asyncio.timeout(TIMEOUT):
+                    message = await arrived.get()
+                status = message.status
+                if status == NO_RESPONDERS:
+                    raise NoResponders(f"nobody listens on {subject}")
+                if status == NO_MESSAGE:
+                    return messages, 0
+                if status == END_OF_BATCH:
+                    return messages, int(message.headers.get("Nats-Num-Pending", 0))
+                if status:
+                    reason = message.headers.get("Description", status)
+                    raise BusUnavailable(f"{subject} failed: {reason}")
+                messages.append(_stored(message))
+        except TimeoutError:
+            if not self._bus.may_publish(subject):
+                raise NotPermitted(f"not permitted to publish to {subject}") from None
+            raise BusUnavailable(f"{subject} was not answered in time") from None
+        finally:
+            inbox.close()
+
+
+def parse_time(text: str) -> dt.datetime:
+    """A time stamp of the server; it has nanoseconds, which `datetime` cuts off."""
+    return dt.datetime.fromisoformat(text)
+
+
+def _headers(block: bytes) -> dict[str, str]:
+    lines = block.decode(errors="replace").split("\r\n")[1:]
+    pairs = (line.partition(":") for line in lines if ":" in line)
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _stored(message: Message) -> Stored:
+    headers = message.headers
+    return Stored(
+        subject=headers["Nats-Subject"],
+        data=message.data,
+        headers={key: value for key, value in headers.items() if key not in _OWN_HEADERS},
+        sequence=int(headers["Nats-Sequence"]),
+        time=parse_time(headers["Nats-Time-Stamp"]),
+    )
+
+
+def _decoded(message: Message, subject: str) -> _Ack:
+    try:
+        return _ack.decode(message.data)
+    except msgspec.DecodeError:
+        raise BusUnavailable(f"something else than a stream answers on {subject}") from None
+
+
+def _refused(error: _Error, what: str) -> ApiError:
+    codes: dict[str, Any] = {
+        "status": error.code,
+        "err_code": error.err_code,
+        "description": error.description,
+    }
+    # One code (JSStreamStoreFailedF) stands for every limit of a stream; the server tells them apart in its
+    # description alone.
+    if error.err_code == STORE_FAILED and "per subject" in error.description:
+        reason = "too many open jobs of this owner (--streams-owner-jobs)"
+        return SubjectFull(f"{what}: {reason}: {error.description}", **codes)
+    if error.err_code in FULL:
+        reason = "the stream is full" if error.err_code == STORE_FAILED else "there is no room"
+        return StreamFull(f"{what}: {reason}: {error.description}", **codes)
+    if error.err_code in JETSTREAM_OFF:
+        return ApiError(_OFF, **codes)
+    return ApiError(f"{what}: {error.description}", **codes)

@@ -1,0 +1,111 @@
+"""Whether the configuration of an existing stream or consumer is at least as strong as the wanted one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from inferbus.workers.bus.durations import seconds
+
+Check = Callable[[Any, Any], bool]
+
+
+def _equal(existing: Any, wanted: Any) -> bool:
+    return bool(existing == wanted)
+
+
+def _at_least(existing: Any, wanted: Any) -> bool:
+    """For limits, where -1 and 0 mean none."""
+    return bool(existing in (-1, 0) or (wanted not in (-1, 0) and existing >= wanted))
+
+
+def _not_below(existing: Any, wanted: Any) -> bool:
+    """For plain numbers."""
+    return bool(existing >= wanted)
+
+
+def _covers(existing: Any, wanted: Any) -> bool:
+    return set(wanted) <= set(existing or ())
+
+
+def _no_sooner(existing: Any, wanted: Any) -> bool:
+    """File instead of memory is fine."""
+    return bool(existing in (wanted, "file"))
+
+
+CHECKS: Final[dict[str, Check]] = {
+    "subjects": _covers,
+    "retention": _equal,
+    "storage": _no_sooner,
+    "discard": _equal,
+    "max_bytes": _at_least,
+    "max_age": _at_least,
+    "max_msgs": _at_least,
+    "max_msgs_per_subject": _at_least,
+    "discard_new_per_subject": _equal,
+    "max_msg_size": _at_least,
+    "max_consumers": _at_least,
+    "num_replicas": _not_below,
+    "duplicate_window": _not_below,
+    "allow_direct": _equal,
+    "allow_rollup_hdrs": _equal,
+    "filter_subject": _equal,
+    "deliver_policy": _equal,
+    "ack_policy": _equal,
+    "ack_wait": _not_below,
+    "max_deliver": _at_least,
+    "max_ack_pending": _at_least,
+    "max_waiting": _not_below,
+}
+"""By field; fields that are not here are the operator's business (placement, description, compression, …)."""
+
+_TIMES: Final = frozenset({"max_age", "duplicate_window", "ack_wait"})
+_ABSENT: Final[dict[str, Any]] = {
+    "allow_direct": False,
+    "allow_rollup_hdrs": False,
+    "discard_new_per_subject": False,
+    "subjects": [],
+}
+"""The server leaves these out when they are not set; numbers then are 0."""
+
+
+def differences(wanted: dict[str, Any], existing: dict[str, Any]) -> list[str]:
+    """The fields that are weaker than wanted, one text each."""
+    return [
+        f"{field} is {_shown(field, _value(existing, field))}, wanted {_shown(field, wanted[field])}"
+        for field in _weaker(wanted, existing)
+    ]
+
+
+def strengthened(wanted: dict[str, Any], existing: dict[str, Any]) -> dict[str, Any]:
+    """The existing configuration, with its weaker fields raised to the wanted values."""
+    raised = {field: wanted[field] for field in _weaker(wanted, existing)}
+    if "subjects" in raised:
+        raised["subjects"] = [*existing.get("subjects", ()), *raised["subjects"]]
+    return existing | raised
+
+
+def _weaker(wanted: dict[str, Any], existing: dict[str, Any]) -> list[str]:
+    # With one message per subject a stream keeps the newest one, and a limit per owner is to hold: a higher
+    # value is not stronger.
+    exact = wanted.get("max_msgs_per_subject") == 1 or wanted.get("discard_new_per_subject")
+    checks = CHECKS | ({"max_msgs_per_subject": _equal} if exact else {})
+    return [
+        field
+        for field, check in checks.items()
+        if field in wanted and not check(_value(existing, field), wanted[field])
+    ]
+
+
+def _value(existing: dict[str, Any], field: str) -> Any:
+    return existing.get(field, _ABSENT.get(field, 0))
+
+
+def _shown(field: str, value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(value)
+    if field in _TIMES:
+        return f"{seconds(value):g} s" if value else "unlimited"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "unlimited" if value == -1 else str(value)

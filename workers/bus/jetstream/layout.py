@@ -1,0 +1,132 @@
+"""The configuration of the contract's streams and consumers, in the server's terms."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Final
+
+from inferbus.schemas import fleet
+from inferbus.schemas.subjects import JobClass, Subjects, escape
+from inferbus.workers.bus.durations import nanoseconds
+from inferbus.workers.config import MIB, StreamSettings
+
+JOBS: Final = "INFER_JOBS"
+STREAM: Final = "INFER_STREAM"
+RESULTS: Final = "INFER_RESULTS"
+DEAD: Final = "INFER_DEAD"
+CANCEL: Final = "INFER_CANCEL"
+WORKERS: Final = f"KV_{fleet.BUCKET}"
+"""The stream behind the key-value bucket (ADR-8)."""
+
+ANNOUNCE_TTL: Final = 10.0
+"""Seconds after which a worker that does not announce itself is no longer listed."""
+
+MAX_ACK_PENDING: Final = 100_000
+"""Of all workers together; the bound in force is the number of their slots."""
+
+CANCELS_KEPT: Final = 64
+"""Cancels of one job id that are remembered."""
+
+MAX_WAITING: Final = 4096
+"""Open pull requests of all workers together."""
+
+UNLIMITED: Final = -1
+DAY: Final = 24 * 3600.0
+
+
+def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[str, Any]]:
+    """Every stream.
+
+    Streams whose messages must not be lost refuse what does not fit (`discard: new`): jobs, results, dead
+    letters. Chunks and cancel marks are discarded by age instead (`discard: old`), since a worker must never
+    wait for their readers.
+    """
+    s = settings
+    jobs = _stream(JOBS, [subjects.all("jobs")], s, s.jobs_max_bytes, s.jobs_max_age)
+    chunks = _stream(STREAM, [subjects.all("stream")], s, s.stream_max_bytes, s.stream_max_age)
+    ends = [subjects.all("results"), subjects.all("attempts")]
+    results = _stream(RESULTS, ends, s, s.results_max_bytes, s.results_max_age)
+    dead = _stream(DEAD, [subjects.all("dead")], s, s.dead_max_bytes, s.dead_max_age)
+    cancel = _stream(CANCEL, [subjects.all("cancel")], s, 64 * MIB, DAY)
+    workers = _stream(WORKERS, [f"$KV.{fleet.BUCKET}.>"], s, 16 * MIB, ANNOUNCE_TTL)
+    light = _light(settings)
+    return [
+        _capped(jobs, settings) | {"retention": "workqueue"},
+        chunks | light | {"discard": "old", "max_msgs_per_subject": settings.stream_max_chunks},
+        results,
+        dead,
+        # More than one mark per job: each may be for another submission with the same id.
+        cancel | {"discard": "old", "max_msgs_per_subject": CANCELS_KEPT},
+        # As ADR-8 lays out a bucket, so that `nats kv` reads it.
+        workers | light | {"max_msgs_per_subject": 1, "allow_rollup_hdrs": True, "deny_delete": True},
+    ]
+
+
+def _capped(jobs: dict[str, Any], settings: StreamSettings) -> dict[str, Any]:
+    """With a limit of jobs per subject, which names the owner; a job leaves the stream when it ends."""
+    if settings.owner_jobs:
+        return jobs | {"max_msgs_per_subject": settings.owner_jobs, "discard_new_per_subject": True}
+    return {name: value for name, value in jobs.items() if name != "max_msgs_per_subject"}
+
+
+def _light(settings: StreamSettings) -> dict[str, Any]:
+    """Storage without a sync for each message.
+
+    A single server loses a stream in memory when it restarts, and jobs then cannot be continued. A file that
+    is written after the acknowledgement (nats-server 2.12) lost the last 4 of 60,100 chunks to a SIGKILL, and
+    is as fast as memory: 30,000 chunks/s, where a file with `sync_interval: always` takes 300. The server
+    refuses that mode for replicated streams, which outlive the loss of one server in memory as well.
+    """
+    if settings.replicas > 1:
+        return {"storage": "memory"}
+    return {"storage": "file", "persist_mode": "async"}
+
+
+def job_consumer(subjects: Subjects, model: str, job_class: JobClass, *, ack_wait: float) -> dict[str, Any]:
+    """The durable consumer of one model and class, shared by all its workers.
+
+    Without `max_deliver`: workers bound attempts and write the dead letter. At a bound of its own the server
+    keeps the job and delivers it to nobody any more.
+    """
+    return {
+        "durable_name": durable(model, job_class),
+        "filter_subject": subjects.jobs_of(model, job_class),
+        "deliver_policy": "all",
+        "replay_policy": "instant",
+        "ack_policy": "explicit",
+        "ack_wait": nanoseconds(ack_wait),
+        "max_deliver": UNLIMITED,
+        "max_ack_pending": MAX_ACK_PENDING,
+        "max_waiting": MAX_WAITING,
+    }
+
+
+def durable(model: str, job_class: JobClass) -> str:
+    """The name of the durable consumer of a model and class; the server takes 255 characters."""
+    name = f"{escape(model)}-{job_class}"
+    if len(name) <= 200:
+        return name
+    return f"{name[:150]}-{hashlib.sha256(name.encode()).hexdigest()[:24]}-{job_class}"
+
+
+def _stream(
+    name: str, subjects: list[str], settings: StreamSettings, max_bytes: int, max_age: float
+) -> dict[str, Any]:
+    # The server refuses a window that is longer than messages live.
+    window = min(settings.duplicate_window, max_age or settings.duplicate_window)
+    return {
+        "name": name,
+        "subjects": subjects,
+        "retention": "limits",
+        "storage": "file",
+        "discard": "new",
+        "max_bytes": max_bytes,
+        "max_age": nanoseconds(max_age),
+        "max_msgs": UNLIMITED,
+        "max_msgs_per_subject": UNLIMITED,
+        "max_msg_size": UNLIMITED,
+        "max_consumers": UNLIMITED,
+        "num_replicas": settings.replicas,
+        "duplicate_window": nanoseconds(window),
+        "allow_direct": True,
+    }

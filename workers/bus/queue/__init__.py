@@ -1,0 +1,1 @@
+"""The queue that durable jobs are pulled from, and their deliveries."""

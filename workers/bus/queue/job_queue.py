@@ -1,0 +1,352 @@
+"""The job queue of a worker: one job for every taker, from several classes by weight.
+
+nats-py's `fetch` does not return while its server restarts, and leaves pull requests behind whose job nobody
+takes; and it pulls from one consumer. So pull requests are sent and followed here:
+
+    a job is wanted  → ask class after class, in the order of fairness, without waiting
+                     → all empty: one waiting request to each, on a subscription of its own
+    no more is wanted → that subscription ends, and with it its requests: the server drops those that nobody
+                       listens for
+
+Requests live for 2 s and the server reports their end, so they need no heartbeats of their own: one whose end
+is not reported within a second more is lost.
+
+A job may cross with the end of its subscription, and come even after the server's PONG: a thread of the
+server may have found the listener before, and send afterwards. Such a job is held here, with heartbeats, for
+the next taker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
+
+import structlog
+
+from inferbus.schemas.errors import BusUnavailable, Draining, InferbusError
+from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.connection.message import Message
+from inferbus.workers.bus.connection.subscription import Subscription
+from inferbus.workers.bus.errors import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, ApiError
+from inferbus.workers.bus.jetstream.client import JetStream
+from inferbus.workers.bus.queue.delivery import AckSubject, Heartbeats, NatsDelivery
+from inferbus.workers.bus.queue.fairness import Fair
+from inferbus.workers.bus.queue.pull_requests import PriorityClass, PullRequests
+
+log = structlog.get_logger()
+
+IDLE_HEARTBEAT: Final = "100"
+NO_MESSAGES: Final = "404"
+REQUEST_TIMEOUT: Final = "408"
+
+_PROBE: Final = "probe"
+
+BACKOFF_FIRST: Final = 0.1
+BACKOFF_LAST: Final = 5.0
+LOG_INTERVAL: Final = 30.0
+"""Seconds between log entries about a fault that lasts."""
+
+
+class JobQueue:
+    """Pulls a worker's durable jobs.
+
+    Args:
+        bus: The connection.
+        classes: The classes.
+        ack_wait: Of their consumers, in seconds; the shortest where they differ.
+        recreate: Makes the consumers again, after somebody deleted one.
+        clock: Monotonic seconds.
+
+    Attributes:
+        troubles: Faults so far.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        classes: Sequence[PriorityClass],
+        *,
+        ack_wait: float,
+        recreate: Callable[[], Awaitable[None]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bus = bus
+        self._classes = {each.job_class: each for each in classes}
+        self._by_consumer = {(each.stream, each.durable): each for each in classes}
+        self._recreate = recreate
+        self._clock = clock
+        self._fair = Fair({each.job_class: each.weight for each in classes})
+        self._pulls = PullRequests(bus, clock)
+        self._problem: str | None = None
+        self._held: deque[NatsDelivery] = deque()
+        self._takers: deque[asyncio.Future[NatsDelivery]] = deque()
+        self._changed = asyncio.Event()
+        self._quiet = asyncio.Event()
+        self._paused = False
+        self._stopped = False
+        self._loop: asyncio.Task[None] | None = None
+        self._returning: set[asyncio.Task[None]] = set()
+        self._failures = 0
+        self._logged = -LOG_INTERVAL
+        self.heartbeats = Heartbeats(bus, ack_wait, stalled=self._changed.set)
+        self.troubles = 0
+
+    @property
+    def healthy(self) -> bool:
+        """False while jobs cannot be pulled: NATS is away, or JetStream does not answer."""
+        return self._bus.connected and self._failures < 2
+
+    @property
+    def held(self) -> int:
+        """Jobs that were delivered and not yet taken."""
+        return len(self._held)
+
+    async def take(self) -> NatsDelivery:
+        """Waits for the next job; to be called with a free slot in hand.
+
+        Raises:
+            Draining: After `stop`.
+        """
+        if self._stopped:
+            raise Draining("this worker takes no more jobs")
+        self._start()
+        if self._held and not self._paused:
+            return self._held.popleft()
+        taker: asyncio.Future[NatsDelivery] = asyncio.get_running_loop().create_future()
+        self._takers.append(taker)
+        self._changed.set()
+        try:
+            return await taker
+        except asyncio.CancelledError:
+            if taker.done() and not taker.cancelled() and taker.exception() is None:
+                self._held.appendleft(taker.result())
+            raise
+        finally:
+            if taker in self._takers:
+                self._takers.remove(taker)
+            self._changed.set()
+
+    async def pause(self) -> None:
+        """Pulls nothing until `resume`; what was pulled and not taken goes back at once."""
+        self._paused = True
+        await self._settle()
+
+    def resume(self) -> None:
+        """Pulls again."""
+        self._paused = False
+        self._changed.set()
+
+    async def stop(self) -> None:
+        """Pulls nothing more, and hands back what was pulled and not taken. Heartbeats go on for the rest."""
+        self._stopped = True
+        self._refuse_takers(Draining("this worker takes no more jobs"))
+        await self._settle()
+        self.heartbeats.stop()
+
+    def _refuse_takers(self, error: InferbusError) -> None:
+        for taker in self._takers:
+            if not taker.done():
+                taker.set_exception(error)
+
+    async def _settle(self) -> None:
+        self._changed.set()
+        if self._loop is not None and not self._loop.done():
+            await self._quiet.wait()
+            if self._stopped:
+                self._loop.cancel()
+                await asyncio.wait({self._loop})
+        await self._hand_back()
+
+    async def _hand_back(self) -> None:
+        held, self._held = list(self._held), deque()
+        if not held:
+            return
+        log.info("jobs.handed_back", count=len(held))
+        if not self._bus.connected:
+            # The server delivers them again after the ack wait: their heartbeats end here.
+            return
+        results = await asyncio.gather(*(each.nak(0) for each in held), return_exceptions=True)
+        for problem in results:
+            if isinstance(problem, BaseException):
+                log.warning("jobs.not_handed_back", error=str(problem))
+
+    def _start(self) -> None:
+        if self._loop is None:
+            self.heartbeats.start()
+            self._loop = asyncio.create_task(self._run(), name="job-queue")
+
+    @property
+    def _wanted(self) -> int:
+        """How many jobs are wanted at the moment."""
+        if self._stopped or self._paused or not self._bus.connected or self._suspect_for > 0:
+            return 0
+        return sum(not taker.done() for taker in self._takers)
+
+    @property
+    def _suspect_for(self) -> float:
+        """Seconds for which jobs that arrive are dropped, so that none must be asked for."""
+        return self.heartbeats.suspect_until - time.monotonic()
+
+    async def _run(self) -> None:
+        forget = self._bus.on_change(lambda _: self._changed.set())
+        probes: Subscription | None = None
+        try:
+            while not self._bus.closed.is_set():
+                self._changed.clear()
+                left = self._suspect_for
+                if not self._wanted:
+                    self._quiet.set()
+                    await (self._change(self._clock() + left) if left > 0 else self._changed.wait())
+                    continue
+                self._quiet.clear()
+                try:
+                    probes = probes or await self._bus.subscribe(self._pulls.replies(_PROBE), self._arrived)
+                    await self._round()
+                except BusUnavailable as error:
+                    self._problem = error.message
+                except Exception:  # supervision point: the pull loop
+                    log.exception("jobs.pull_failed")
+                    self._problem = "a defect"
+                if self._problem is not None and self._bus.connected:
+                    await self._recover()
+        finally:
+            self._quiet.set()
+            forget()
+            if self._bus.closed.is_set():
+                self._refuse_takers(BusUnavailable("the connection to NATS is closed"))
+            if probes is not None:
+                await probes.unsubscribe()
+
+    async def _round(self) -> None:
+        """Asks every class once without waiting; then waits for whichever has a job first."""
+        for job_class in self._fair.order():
+            if not self._wanted:
+                return
+            if await self._probe(self._classes[job_class]) or self._problem is not None:
+                return
+            self._fair.empty(job_class)
+        await self._wait()
+
+    async def _probe(self, priority_class: PriorityClass) -> bool:
+        """Asks one class without waiting; whether a job came."""
+        pull = self._pulls.send(priority_class, _PROBE, 1, wait=False)
+        while pull in self._pulls and self._bus.connected:
+            self._changed.clear()
+            if not await self._change(pull.deadline):
+                self._pulls.end(pull.reply)
+                self._problem = f"{priority_class.stream} did not answer"
+        self._pulls.end(pull.reply)
+        return pull.remaining == 0
+
+    async def _wait(self) -> None:
+        """Asks every class and waits, until a job came for every taker, or something went wrong."""
+        group = self._pulls.new_group()
+        waiting = await self._bus.subscribe(self._pulls.replies(group), self._arrived)
+        try:
+            while (wanted := self._wanted) and self._problem is None:
+                for each in self._classes.values():
+                    missing = wanted - self._pulls.requested(each)
+                    if missing > 0:
+                        self._pulls.send(each, group, missing, wait=True)
+                self._changed.clear()
+                if not await self._change(self._pulls.deadline):
+                    self._problem = "pull requests are not answered"
+        finally:
+            # The server drops requests that nobody listens for. What it has sent by then arrives before this
+            # returns, and is held.
+            await waiting.unsubscribe()
+            self._pulls.clear()
+
+    async def _change(self, deadline: float) -> bool:
+        """Waits for anything to happen; False when the deadline passed before."""
+        try:
+            async with asyncio.timeout(max(0.0, deadline - self._clock())):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _arrived(self, message: Message) -> None:
+        self._changed.set()
+        ack = AckSubject.parse(message.reply)
+        if ack is None:
+            self._on_status(message)
+            return
+        self._answered()
+        priority_class = self._by_consumer.get((ack.stream, ack.consumer))
+        self._pulls.delivered(priority_class)
+        if self._suspect_for > 0:
+            log.warning("jobs.too_old", sequence=ack.sequence, attempt=ack.attempt)
+            return
+        if priority_class is not None:
+            self._fair.picked(priority_class.job_class)
+        self._give(NatsDelivery(self._bus, message, ack, self.heartbeats))
+
+    def _give(self, delivery: NatsDelivery) -> None:
+        while self._takers:
+            taker = self._takers.popleft()
+            if not taker.done():
+                taker.set_result(delivery)
+                return
+        self._held.append(delivery)
+        if self._quiet.is_set() and (self._stopped or self._paused):
+            # It came late; see `Subscription.unsubscribe`.
+            returning = asyncio.create_task(self._hand_back())
+            self._returning.add(returning)
+            returning.add_done_callback(self._returning.discard)
+
+    def _on_status(self, message: Message) -> None:
+        """The server ended a pull request, or reports that it is alive."""
+        status = message.status
+        if status == IDLE_HEARTBEAT:
+            return
+        was_open = self._pulls.end(message.subject)
+        if status in (NO_MESSAGES, REQUEST_TIMEOUT):
+            self._answered()
+        elif was_open:
+            self._problem = message.headers.get("Description", "") or f"status {status}"
+
+    def _answered(self) -> None:
+        """The consumers are there."""
+        if self._failures:
+            log.info("jobs.pulling_again", classes=list(self._classes))
+        self._failures = 0
+
+    async def _recover(self) -> None:
+        """After a fault: consumers that are missing are made again; then a pause, longer every time."""
+        problem, self._problem = self._problem, None
+        self._pulls.clear()
+        self.troubles += 1
+        self._failures += 1
+        try:
+            for each in self._classes.values():
+                await JetStream(self._bus).call(f"CONSUMER.INFO.{each.stream}.{each.durable}", timeout=2.0)
+        except ApiError as error:
+            problem = error.message
+            if error.err_code in (CONSUMER_NOT_FOUND, STREAM_NOT_FOUND):
+                problem = await self._recreated(problem)
+        except BusUnavailable as error:
+            problem = error.message
+        if self._clock() - self._logged >= LOG_INTERVAL and self._failures > 1:
+            self._logged = self._clock()
+            log.error("jobs.not_pulling", reason=problem, failures=self._failures)
+        pause = min(BACKOFF_FIRST * 2.0 ** min(self._failures - 1, 16), BACKOFF_LAST)
+        # Only `stop` and `pause` end it early.
+        await self._rest(pause * random.uniform(0.75, 1.25))  # noqa: S311  # jitter
+
+    async def _recreated(self, problem: str) -> str:
+        try:
+            await self._recreate()
+        except BusUnavailable as error:
+            return error.message
+        log.warning("jobs.consumer_made_again", reason=problem)
+        return problem
+
+    async def _rest(self, seconds: float) -> None:
+        end = self._clock() + seconds
+        while not (self._stopped or self._paused) and await self._change(end):
+            self._changed.clear()

@@ -1,0 +1,69 @@
+"""Dead letters: jobs that are not tried again, with the reason in headers and the body unchanged."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import structlog
+
+from inferbus.schemas import headers
+from inferbus.schemas.errors import InferbusError, PayloadTooLarge
+from inferbus.workers.bus.interface import Broker, Stored
+from inferbus.workers.jobs.attempt import Attempt, facts
+from inferbus.workers.jobs.fields import without_nats
+from inferbus.workers.jobs.retry import outlast_outage
+from inferbus.workers.jobs.settings import JobSettings
+
+log = structlog.get_logger()
+
+
+class DeadLetters:
+    """Stores the dead letters of one worker.
+
+    Args:
+        broker: Where to.
+        settings: Of the worker.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self, broker: Broker, settings: JobSettings, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._broker = broker
+        self._settings = settings
+        self._clock = clock
+
+    async def store(self, attempt: Attempt, message: Stored, error: InferbusError) -> None:
+        """Stores one; a job that just fitted into a message, and with a letter's headers does not, has none.
+
+        Args:
+            attempt: The last one.
+            message: The job as submitted.
+            error: Why it is not tried again.
+
+        Raises:
+            BusUnavailable: NATS was away for too long.
+        """
+        subject = self._settings.subjects.dead(attempt.model, attempt.kind)
+        letter = self._headers(attempt, message, error)
+        try:
+            await outlast_outage(
+                lambda: self._broker.store(subject, message.data, letter), subject=subject, clock=self._clock
+            )
+        except PayloadTooLarge as problem:
+            # Its error is still its result.
+            log.error("job.no_letter", reason=problem.message, **facts(attempt))
+
+    def _headers(self, attempt: Attempt, message: Stored, error: InferbusError) -> dict[str, str]:
+        return {
+            **without_nats(message.headers),
+            headers.REASON: error.code,
+            headers.DETAIL: error.message,
+            headers.ATTEMPT: str(attempt.number),
+            headers.JOB_ID: attempt.job,
+            headers.SUBJECT: message.subject,
+            headers.SUBMISSION: str(message.sequence),
+            headers.WORKER: self._settings.worker,
+            headers.MSG_ID: f"dead-{message.sequence}",
+        }

@@ -1,0 +1,52 @@
+"""How an attempt went."""
+
+from __future__ import annotations
+
+import msgspec
+
+from inferbus.schemas import headers
+from inferbus.schemas.errors import Cancelled, DeadlineExceeded, InferbusError
+from inferbus.workers.jobs.attempt import Attempt
+from inferbus.workers.jobs.reply import Reply
+
+
+class AttemptOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How an attempt went.
+
+    Attributes:
+        attempt: Which one.
+        reply: Where its chunks went.
+        body: The whole answer, or the error as an answer.
+        error: None on success.
+        streamed: Whether the answer has gone out in chunks already.
+        chunks: How many have gone out.
+        first_chunk: Seconds from the attempt's beginning to the first one; None where none has gone out.
+    """
+
+    attempt: Attempt
+    reply: Reply
+    body: bytes
+    error: InferbusError | None
+    streamed: bool
+    chunks: int = 0
+    first_chunk: float | None = None
+
+    @property
+    def status(self) -> headers.Status:
+        """For the end mark."""
+        if self.error is None:
+            return "ok"
+        if isinstance(self.error, Cancelled):
+            return "cancelled"
+        return "expired" if isinstance(self.error, DeadlineExceeded) else "error"
+
+    @property
+    def code(self) -> str | None:
+        """Of the error; None on success."""
+        return self.error.code if self.error is not None else None
+
+    def answer(self) -> None:
+        """Sends what is still to be sent, and the end mark."""
+        if self.error is not None or not self.streamed:
+            self.reply.whole(self.body)
+        self.reply.end(self.status)

@@ -1,0 +1,160 @@
+"""Runs one attempt, from the envelope to its outcome; `delivery` decides what then becomes of a job."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+import structlog
+
+from inferbus.schemas.errors import InferbusError, InternalError
+from inferbus.schemas.requests import AnyRequest
+from inferbus.workers.bus.interface import Broker
+from inferbus.workers.jobs.attempt import Attempt, Envelope, facts
+from inferbus.workers.jobs.history import ResumePoint
+from inferbus.workers.jobs.listeners import Listeners
+from inferbus.workers.jobs.observer import Observer
+from inferbus.workers.jobs.outcome import AttemptOutcome
+from inferbus.workers.jobs.reply import Reply, Served, error_body
+from inferbus.workers.jobs.scope import Scope, Scopes
+from inferbus.workers.jobs.settings import JobSettings
+
+log = structlog.get_logger()
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """What an attempt has to do.
+
+    Attributes:
+        attempt: Which one.
+        request: Checked as far as that goes without a model.
+        reply: Where chunks go.
+        resume_points: Where an earlier attempt at a job can be resumed, the latest place first.
+    """
+
+    attempt: Attempt
+    request: AnyRequest
+    reply: Reply
+    resume_points: Sequence[ResumePoint] = ()
+
+
+Generate = Callable[[Work], Awaitable[bytes]]
+"""Answers one request: streams its chunks to the reply if wanted, and returns the whole answer.
+
+Raises `InferbusError`.
+"""
+
+
+class AttemptRunner:
+    """Runs the attempts of one worker.
+
+    Args:
+        broker: Where replies go.
+        generate: What the role does.
+        settings: Of the worker.
+        listeners: End attempts whose caller is gone.
+        observer: Told of every outcome.
+        now: Wall clock, aware.
+
+    Attributes:
+        scopes: The attempts under way.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        generate: Generate,
+        settings: JobSettings,
+        *,
+        listeners: Listeners | None = None,
+        observer: Observer | None = None,
+        now: Callable[[], dt.datetime] = lambda: dt.datetime.now(dt.UTC),
+    ) -> None:
+        self.scopes = Scopes()
+        self._broker = broker
+        self._generate = generate
+        self._settings = settings
+        self._listeners = listeners or Listeners()
+        self._observer = observer or Observer()
+        self._now = now
+
+    async def run(
+        self,
+        envelope: Envelope,
+        scope: Scope,
+        *,
+        resume_points: Sequence[ResumePoint] = (),
+        lost: Callable[[], bool] = lambda: False,
+    ) -> AttemptOutcome:
+        """One attempt; never raises `InferbusError`, since every failure is an outcome.
+
+        Args:
+            envelope: The request.
+            scope: Ends it from outside.
+            resume_points: Where an earlier attempt can be resumed.
+            lost: Whether the job may belong to another worker by now; nothing is sent then.
+        """
+        attempt, streamed = envelope.attempt, False
+        started = time.monotonic()
+        reply = self._reply(attempt)
+        log.info("job.started", **facts(attempt))
+        try:
+            attempt, request = envelope.open()
+            streamed = attempt.streams(request)
+            probe = "" if attempt.durable else self._listeners.probe
+            reply = self._reply(attempt, probe=probe, probe_every=self._listeners.every, lost=lost)
+            work = Work(attempt=attempt, request=request, reply=reply, resume_points=resume_points)
+            with self._expecting_listener(attempt, scope):
+                body = await scope.run(self._generate(work), deadline=self._seconds_left(attempt))
+            error = None
+        except InferbusError as problem:
+            error = problem
+        except Exception:  # a supervision point: a defect must not take the worker down
+            log.exception("job.defect", **facts(attempt))
+            error = InternalError("inferbus failed; the worker's log says how")
+        if error is not None:
+            body = error_body(attempt, error)
+        outcome = AttemptOutcome(
+            attempt=attempt,
+            reply=reply,
+            body=body,
+            error=error,
+            streamed=streamed,
+            chunks=reply.sent,
+            first_chunk=None if reply.begun is None else reply.begun - started,
+        )
+        self._observer.attempt_ended(outcome, time.monotonic() - started)
+        return outcome
+
+    def failed(self, attempt: Attempt, error: InferbusError) -> AttemptOutcome:
+        """The outcome of an attempt that is not made."""
+        reply, body = self._reply(attempt), error_body(attempt, error)
+        return AttemptOutcome(attempt=attempt, reply=reply, body=body, error=error, streamed=False)
+
+    def refuse(self, envelope: Envelope, error: InferbusError) -> None:
+        """Answers a live request that is not taken."""
+        self.failed(envelope.attempt, error).answer()
+        self._observer.refused(envelope.attempt, error)
+
+    def expired(self, attempt: Attempt) -> bool:
+        """Whether the deadline of an attempt whose headers were read has passed."""
+        left = self._seconds_left(attempt)
+        return left is not None and left <= 0
+
+    def _reply(self, attempt: Attempt, **options: Any) -> Reply:
+        return Reply(self._broker, attempt, Served(worker=self._settings.worker), **options)
+
+    def _expecting_listener(self, attempt: Attempt, scope: Scope) -> contextlib.AbstractContextManager[None]:
+        """Readers of a durable job may come and go."""
+        return contextlib.nullcontext() if attempt.durable else self._listeners.expected(attempt.reply, scope)
+
+    def _seconds_left(self, attempt: Attempt) -> float | None:
+        if attempt.deadline is not None:
+            return (attempt.deadline - self._now()).total_seconds()
+        if self._settings.patience is None:
+            return None
+        return self._settings.patience - (self._now() - attempt.arrived).total_seconds()

@@ -1,0 +1,98 @@
+"""What a worker announces of itself: in the registry, and in the services API."""
+
+from __future__ import annotations
+
+import functools
+import socket
+import time
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+
+from inferbus.schemas.fleet import Load, Role, WorkerInfo
+from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.fleet.services import Service
+from inferbus.workers.config import WorkerSettings
+from inferbus.workers.engine.interface import Engine, EngineInfo
+from inferbus.workers.roles.program import Program
+from inferbus.workers.roles.slots import Slots
+
+
+class Description:
+    """Of one worker.
+
+    Args:
+        role: Of the worker.
+        settings: Of the worker.
+    """
+
+    def __init__(self, role: Role, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._info = functools.partial(
+            WorkerInfo,
+            worker=settings.worker,
+            role=role,
+            version=version("inferbus"),
+            host=socket.gethostname(),
+            started=time.time(),
+        )
+
+    def starting(self, engine: EngineInfo, slots: Slots) -> WorkerInfo:
+        """Its first announcement, once the engine is up."""
+        info: WorkerInfo = self._info(
+            state="starting",
+            model=engine.model,
+            kinds=list(engine.kinds),
+            tokenizer=engine.tokenizer,
+            engine=engine.name,
+            load=Load(slots=slots.total),
+            capacity=engine.capacity,
+            signature=engine.signature,
+            bootstrap=engine.bootstrap,
+        )
+        return info
+
+    def failed(self, reason: str) -> WorkerInfo:
+        """Its only announcement, where it does not come up."""
+        info: WorkerInfo = self._info(
+            state="failed",
+            model=self._settings.model or "unknown",
+            kinds=[],
+            tokenizer=False,
+            engine="",
+            load=Load(slots=0),
+            reason=reason,
+        )
+        return info
+
+
+async def load(engine: Engine, slots: Slots) -> Load:
+    """How busy a worker is."""
+    now = await engine.load()
+    return Load(
+        slots=slots.total, busy=slots.busy, running=now.running, waiting=now.waiting, kv_used=now.kv_used
+    )
+
+
+def service(bus: Bus, info: WorkerInfo, program: Program, *, replies: tuple[str, ...]) -> Service:
+    """A worker as a NATS service.
+
+    Args:
+        bus: Connected.
+        info: As announced.
+        program: What it serves.
+        replies: Prefixes of subjects that answers may go to.
+    """
+    capacity: dict[str, Any] = msgspec.to_builtins(info.capacity) if info.capacity else {}
+    metadata = {"role": info.role, "model": info.model, "engine": info.engine}
+    return Service(
+        bus,
+        name=f"inferbus-{info.role}",
+        id=info.worker,
+        version=info.version,
+        description=f"{info.role} worker of {info.model}",
+        metadata=metadata | {name: str(value) for name, value in capacity.items()},
+        endpoints=program.endpoints,
+        replies=replies,
+    )

@@ -1,0 +1,167 @@
+"""Builds the programs from their parts."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from inferbus.schemas.fleet import Role
+from inferbus.schemas.subjects import Subjects
+from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.connection.message import Callback
+from inferbus.workers.bus.connection.subscription import Subscription
+from inferbus.workers.bus.fleet.registry import Registry
+from inferbus.workers.bus.jetstream.client import JetStream
+from inferbus.workers.bus.queue.consumers import job_queue
+from inferbus.workers.bus.queue.job_queue import JobQueue
+from inferbus.workers.config import Settings
+from inferbus.workers.engine.interface import Engine
+from inferbus.workers.jobs.cancel import Cancels
+from inferbus.workers.jobs.delivery import Deliveries
+from inferbus.workers.jobs.listeners import Listeners
+from inferbus.workers.jobs.observer import Observer, Observers
+from inferbus.workers.jobs.retry import RetryPolicy
+from inferbus.workers.jobs.runner import AttemptRunner
+from inferbus.workers.jobs.settings import JobSettings
+from inferbus.workers.pairing.handoff import Handoffs
+from inferbus.workers.pairing.legs import Alone, Paired, RunLeg
+from inferbus.workers.pairing.picker import Picker
+from inferbus.workers.roles import endpoints
+from inferbus.workers.roles.answering import Answering
+from inferbus.workers.roles.decode import DecodeProgram
+from inferbus.workers.roles.handoff_transport import BusHandoffTransport
+from inferbus.workers.roles.intake import JobIntake, LiveIntake, Tasks
+from inferbus.workers.roles.prefill import PrefillProgram
+from inferbus.workers.roles.prefill_gate import PrefillGate
+from inferbus.workers.roles.program import Program
+from inferbus.workers.roles.slots import Slots
+
+ACCEPT_TIMEOUT: Final = 5.0
+"""Seconds within which a prefill worker must accept a hand-off."""
+
+
+def job_settings(settings: Settings, subjects: Subjects) -> JobSettings:
+    """The part of a worker's settings that its jobs need."""
+    given, own = settings.worker.reply_prefixes, f"{settings.bus.inbox_prefix}."
+    return JobSettings(
+        worker=settings.worker.worker,
+        subjects=subjects,
+        # Hand-offs are answered in the inboxes of the worker's own fleet.
+        replies=given if own in given else (*given, own),
+        policy=RetryPolicy(attempts=settings.worker.max_attempts),
+        window=settings.streams.duplicate_window,
+        patience=settings.worker.deadline,
+    )
+
+
+async def program(
+    role: Role,
+    bus: Bus,
+    engine: Engine,
+    registry: Registry,
+    slots: Slots,
+    settings: Settings,
+    observer: Observer,
+) -> Program:
+    """The program of a role.
+
+    Args:
+        role: prefill, decode or both.
+        bus: Connected.
+        engine: Of that role.
+        registry: Knows the prefill workers.
+        slots: Bound what it takes.
+        settings: Of this worker.
+        observer: Told what ends here.
+
+    Raises:
+        BusUnavailable: The consumers of jobs cannot be made.
+    """
+    if role == "prefill":
+        return prefill(bus, engine, slots, job_settings(settings, bus.subjects), observer)
+    queue = await job_queue(bus, engine.info.model, settings.worker)
+    return decode(bus, engine, registry if role == "decode" else None, queue, slots, settings, observer)
+
+
+def prefill(
+    bus: Bus, engine: Engine, slots: Slots, settings: JobSettings, observer: Observer
+) -> PrefillProgram:
+    """The prefill program.
+
+    Args:
+        bus: Connected.
+        engine: Of the role prefill.
+        slots: Bound what it takes.
+        settings: Of this worker.
+        observer: Told what ends here.
+    """
+    served = endpoints.of_prefill(bus.subjects, engine.info.model, settings.worker)
+    observers = Observers(observer, endpoints.EndpointFigures(served))
+    return PrefillProgram(bus, engine, slots, settings, served, observer=observers)
+
+
+def decode(
+    bus: Bus,
+    engine: Engine,
+    registry: Registry | None,
+    queue: JobQueue,
+    slots: Slots,
+    settings: Settings,
+    observer: Observer,
+) -> DecodeProgram:
+    """The decode program, and `both`.
+
+    Args:
+        bus: Connected.
+        engine: Of the role decode or both.
+        registry: Knows the prefill workers; None for `both`.
+        queue: Where durable jobs are pulled from.
+        slots: Bound what it takes.
+        settings: Of this worker.
+        observer: Told what ends here.
+    """
+    ours, worker = job_settings(settings, bus.subjects), settings.worker
+    served = endpoints.of_decode(bus.subjects, engine.info.model, worker)
+    observers = Observers(observer, endpoints.EndpointFigures(served))
+    run, gate = _legs(bus, engine, registry, queue, settings)
+    broker = JetStream(bus)
+    listeners = Listeners(lambda gone: bus.probe_inbox(gone).subject, every=worker.client_gone_every)
+    runner = AttemptRunner(broker, Answering(engine, run), ours, listeners=listeners, observer=observers)
+    cancels = Cancels(broker, runner.scopes, bus.subjects)
+    deliveries = Deliveries(broker, runner, cancels, ours, observer=observers)
+    tasks = Tasks()
+
+    async def join(callback: Callback) -> Subscription:
+        return await bus.subscribe(served[0].subject, callback, queue=served[0].queue)
+
+    return DecodeProgram(
+        bus,
+        ours,
+        served,
+        runner=runner,
+        cancels=cancels,
+        live=LiveIntake(join, runner, tasks, slots, ours),
+        jobs=JobIntake(queue, deliveries, tasks, slots),
+        tasks=tasks,
+        gate=gate,
+    )
+
+
+def _legs(
+    bus: Bus, engine: Engine, registry: Registry | None, queue: JobQueue, settings: Settings
+) -> tuple[RunLeg, PrefillGate | None]:
+    """How legs run, and what pauses the queue while none can."""
+    if registry is None:
+        return Alone(engine), None
+    signature = engine.info.signature
+    if signature is None:
+        raise ValueError("a decode engine needs a signature")
+    handoffs = Handoffs(
+        BusHandoffTransport(bus),
+        worker=settings.worker.worker,
+        signature=signature,
+        accept_timeout=ACCEPT_TIMEOUT,
+        timeout=settings.worker.prefill_timeout,
+        lost=registry.drop,
+    )
+    picker = Picker(signature, registry.workers)
+    return Paired(engine, picker, handoffs), PrefillGate(queue, registry, picker)
