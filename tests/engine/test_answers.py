@@ -34,7 +34,7 @@ async def prepared(engine: RemoteEngine, kind: Kind, text: str, **fields: Any) -
 async def both_ways(prompt: Prompt, deltas: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The streamed choices, and the only choice of the whole answer."""
     answer = prompt.answer()
-    chunks = [json.loads(chunk) async for chunk in answer.chunks(deltas)]
+    chunks = [json.loads(chunk) async for chunk in answer.chunks(deltas) if isinstance(chunk, bytes)]
     whole = answer.whole()
     assert isinstance(whole, bytes)
     return [choice for chunk in chunks for choice in chunk["choices"]], json.loads(whole)["choices"][0]

@@ -226,7 +226,12 @@ async def test_a_grammar_that_is_none_is_the_callers_fault_and_the_engine_lives(
 
 @pytest.mark.parametrize("kind", ["tokens", "chat", "completions"])
 async def test_a_seed_that_does_not_fix_the_answer_is_warned_of(engine: RemoteEngine, kind: Kind) -> None:
-    body = {"tokens": {"token_ids": [1]}, "chat": {"messages": [USER]}, "completions": {"prompt": "x"}}[kind]
+    bodies: dict[str, dict[str, Any]] = {
+        "tokens": {"token_ids": [1]},
+        "chat": {"messages": [USER]},
+        "completions": {"prompt": "x"},
+    }
+    body = bodies[kind]
     seeded, plain = parse(kind, body | {"seed": 5}), parse(kind, body)
     await engine.prepare(seeded)
     await engine.prepare(plain)

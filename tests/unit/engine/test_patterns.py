@@ -121,7 +121,8 @@ class Attempt:
         if not items:
             yield at
             return
-        for end in self._item(*items[0], at):
+        kind, value = items[0]
+        for end in self._item(kind, value, at):
             yield from self._sequence(items[1:], end)
 
     def _item(self, kind: Any, value: Any, at: int) -> Iterator[int]:
@@ -132,7 +133,8 @@ class Attempt:
                 for branch in value[1]:
                     yield from self._sequence(list(branch), at)
             case "MAX_REPEAT" | "MIN_REPEAT":
-                yield from self._repeat(*value, at, 0)
+                least, most, items = value
+                yield from self._repeat(least, most, items, at, 0)
             case "AT":
                 yield at
             case _:

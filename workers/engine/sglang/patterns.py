@@ -1,8 +1,8 @@
-"""Whether a regular expression is cheap to run, decided by rule before an engine runs it.
+r"""Whether a regular expression is cheap to run, decided by rule before an engine runs it.
 
 SGLang evaluates patterns in its scheduler, where nothing interrupts them and all
 requests wait: stop patterns with Python's backtracking `re`, grammars with
-xgrammar, once a token. `(?:.|.)*\\Z.` and `(.{0,10})*` take minutes there.
+xgrammar, once a token. `(?:.|.)*\Z.` and `(.{0,10})*` take minutes there.
 
 The rule is strong determinism ("one-unambiguous" expressions; Brüggemann-Klein
 and Wood, 1998): while an expression reads a text from the left, the next
