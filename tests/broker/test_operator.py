@@ -664,12 +664,12 @@ async def test_streams_are_shown_with_their_consumers_and_with_jobs_of_models_th
     await submit(streams, "other", "infer.jobs.n.batch.acme.tokens")
     code, out, _ = await run("streams")
     assert code == 0
-    assert "1 jobs that no consumer gives out" in out
+    assert "1 jobs that no consumer delivers" in out
     [consumer] = [line for line in out.splitlines() if line.startswith(layout.durable("m", "batch"))]
     assert consumer.split()[1:] == [layout.JOBS, "1", "0", "0", "0", "open", "ok"]
 
 
-async def test_jobs_that_no_consumer_gives_out_are_counted(streams: Bus, operator: Operator) -> None:
+async def test_jobs_that_no_consumer_delivers_are_counted(streams: Bus, operator: Operator) -> None:
     async def unclaimed() -> int:
         found = {each.stream: each for each in await operator.streams(Settings())}
         return found[layout.JOBS].unclaimed
