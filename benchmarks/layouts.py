@@ -24,7 +24,7 @@ from benchmarks.workload import Plan
 from inferbus.schemas.fleet import Role
 from inferbus.schemas.subjects import Subjects, escape
 from inferbus.workers.client import Client
-from inferbus.workers.client.messages import read_result
+from inferbus.workers.client.messages import parse_result
 from inferbus.workers.engine.cpu import defaults
 from inferbus.workers.stack.local import LocalStack, free_ports
 from inferbus.workers.stack.processes import Child, spawn
@@ -319,7 +319,7 @@ class FleetLayout:
             seconds = time.perf_counter() - started
         finally:
             await subscription.unsubscribe()
-        results = [read_result(message.data, message.headers) for message in arrived]
+        results = [parse_result(message.data, message.headers) for message in arrived]
         tokens = sum(map(_tokens, results))
         again = sum(result.attempt > 1 for result in results)
         if tokens != len(bodies) * self._plan.answer or again:

@@ -1,7 +1,7 @@
 """Message-queue driven batch inference: SGLang prefill and decode workers on NATS.
 
-This is what a program that uses inferbus needs. Each name is imported when it is first used, so
-`import inferbus` costs nothing, and what only checks messages (`inferbus.schemas`) needs msgspec alone.
+The names that a program needs to use inferbus. Each is imported on first use, so that `import inferbus` is
+free, and a program that only checks messages (`inferbus.schemas`) needs msgspec alone.
 """
 
 from __future__ import annotations
@@ -23,32 +23,36 @@ if TYPE_CHECKING:
     from inferbus.workers.client import (
         Answer,
         AnswerLost,
+        AnswerStream,
         Chunk,
         Client,
-        Job,
+        FinalStatus,
+        JobHandle,
         JobStream,
         LiveStream,
         Restarted,
         Result,
         Stats,
-        Stream,
         TimedOut,
         WorkerLost,
+        text,
     )
     from inferbus.workers.config import BusSettings
 
 __all__ = [
     "Answer",
     "AnswerLost",
+    "AnswerStream",
     "BusSettings",
     "CallerError",
     "Chunk",
     "Client",
     "Ended",
+    "FinalStatus",
     "InferbusError",
     "InfrastructureError",
-    "Job",
     "JobClass",
+    "JobHandle",
     "JobStream",
     "Kind",
     "LiveStream",
@@ -56,11 +60,11 @@ __all__ = [
     "Result",
     "Sampling",
     "Stats",
-    "Stream",
     "TimedOut",
     "WorkerError",
     "WorkerInfo",
     "WorkerLost",
+    "text",
 ]
 
 _MODULES: Final = {

@@ -143,7 +143,7 @@ async def test_health_tells_whether_a_worker_is_ready(run: Run) -> None:
         "",
         "",
     )
-    assert await run("health", "--worker", "other") == (1, "", "inferbus: no such worker is here\n")
+    assert await run("health", "--worker", "other") == (1, "", "inferbus: no such worker is announced\n")
 
 
 async def test_a_job_is_submitted_streamed_and_kept(run: Run) -> None:

@@ -24,11 +24,12 @@ from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.bus.jetstream.provision import provision
-from inferbus.workers.client import Client, Job, Restarted, TimedOut, durable, results, text
+from inferbus.workers.client import Client, JobHandle, Restarted, TimedOut, durable, results, text
 from inferbus.workers.config import StreamSettings
 from inferbus.workers.stack.server import NatsServer
 from tests.support.answers import chat_answer
 from tests.support.eventually import eventually
+from tests.support.monitoring import subscribed
 from tests.support.responder import Responder, chunks_of, read_into, responder
 
 BODY = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -36,15 +37,15 @@ BODY = {"messages": [{"role": "user", "content": "Hi"}]}
 
 @pytest.fixture
 async def server() -> AsyncIterator[NatsServer]:
-    async with NatsServer(sync_interval=None) as found:
+    async with NatsServer(sync_interval=None, monitoring=True) as found:
         yield found
 
 
 @pytest.fixture
 async def client(server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Client]:
-    monkeypatch.setattr(durable, "FIRST_LOOK", 0.1)
-    monkeypatch.setattr(durable, "LAST_LOOK", 0.2)
-    monkeypatch.setattr(results, "FIRST_LOOK", 0.1)
+    monkeypatch.setattr(durable, "FIRST_PAUSE", 0.1)
+    monkeypatch.setattr(durable, "LAST_PAUSE", 0.2)
+    monkeypatch.setattr(results, "FIRST_PAUSE", 0.1)
     async with Client.connect(server.url, owner="me") as found:
         await provision(found.bus, StreamSettings())
         yield found
@@ -56,12 +57,12 @@ async def worker(server: NatsServer) -> AsyncIterator[Responder]:
         yield found
 
 
-def of(job: Job, attempt: int = 1, **more: str) -> dict[str, str]:
+def of(job: JobHandle, attempt: int = 1, **more: str) -> dict[str, str]:
     """Headers of a job's chunks."""
     return {"Infer-Submission": str(job.submission), "Infer-Attempt": str(attempt), **more}
 
 
-async def finish(worker: Responder, job: Job, *texts: str, attempt: int = 1) -> None:
+async def finish(worker: Responder, job: JobHandle, *texts: str, attempt: int = 1) -> None:
     """Everything that a worker sends for a job, in its order."""
     chunks, subject = chunks_of(*texts, attempt=attempt), f"infer.stream.me.{job.id}"
     await worker.send(subject, *chunks, headers=of(job, attempt))
@@ -82,7 +83,7 @@ def lossy(client: Client, monkeypatch: pytest.MonkeyPatch, lose: Callable[[Messa
 
 async def test_a_job_is_stored_with_its_identity(client: Client) -> None:
     job = await client.submit("chat", "m", BODY, job_id="j", job_class="interactive", deadline=60)
-    assert job == Job(id="j", owner="me", submission=1, duplicate=False)
+    assert job == JobHandle(id="j", owner="me", submission=1, duplicate=False)
     stored = await JetStream(client.bus).last(layout.JOBS, "infer.jobs.m.interactive.me.chat")
     assert stored is not None
     assert json.loads(stored.data) == BODY | {"stream_options": {"include_usage": True}}
@@ -188,27 +189,27 @@ async def test_a_stream_can_be_read_from_its_beginning_after_the_end(
 
 
 async def test_a_chunk_lost_on_the_way_is_read_from_the_stored_stream(
-    client: Client, worker: Responder, monkeypatch: pytest.MonkeyPatch
+    client: Client, worker: Responder, monkeypatch: pytest.MonkeyPatch, server: NatsServer
 ) -> None:
     job = await client.submit("chat", "m", BODY)
     lossy(client, monkeypatch, lambda message: b'"seq":2,' in message.data)
     got: list[str] = []
     stream = client.stream(job)
     reading = asyncio.create_task(read_into(got, stream))
-    await eventually(lambda: stream._subscription)
+    await subscribed(server, f"infer.stream.me.{job.id}")
     await finish(worker, job, "a", "b", "c")
     await reading
     assert got == ["", "a", "b", "c", "", ""]
 
 
 async def test_a_lost_tail_is_noticed_after_a_silence(
-    client: Client, worker: Responder, monkeypatch: pytest.MonkeyPatch
+    client: Client, worker: Responder, monkeypatch: pytest.MonkeyPatch, server: NatsServer
 ) -> None:
     job = await client.submit("chat", "m", BODY)
     lossy(client, monkeypatch, lambda message: message.subject.startswith("infer.stream"))
     stream = client.stream(job)
     reading = asyncio.create_task(stream.answer())
-    await eventually(lambda: stream._subscription)
+    await subscribed(server, f"infer.stream.me.{job.id}")
     await finish(worker, job, "a", "b")
     assert await reading == chat_answer("ab")
 
@@ -241,27 +242,42 @@ async def test_a_worker_that_takes_over_is_not_noticed(client: Client, worker: R
     assert not any(isinstance(event, Restarted) for event in events)
 
 
-async def test_an_earlier_submission_of_the_same_id_is_not_heard(client: Client, worker: Responder) -> None:
+async def test_an_earlier_submission_of_the_same_id_is_not_heard(
+    client: Client, worker: Responder, server: NatsServer
+) -> None:
     first = await client.submit("chat", "m", BODY, job_id="j")
     await finish(worker, first, "old")
     second = await client.submit("chat", "m", BODY, job_id="j", again=True)
     stream, waiting = client.stream(second), asyncio.create_task(client.result(second))
     reading = asyncio.create_task(stream.answer())
-    await eventually(lambda: stream._subscription)
+    await subscribed(server, "infer.stream.me.j")
     await client.bus.js.purge_stream(layout.RESULTS)
     await finish(worker, second, "new")
     assert await reading == chat_answer("new")
     assert (await waiting).answer == chat_answer("new")
 
 
-async def test_leaving_a_stream_early_leaves_the_job_alone(client: Client, worker: Responder) -> None:
+async def test_a_stream_that_another_thread_drops_unsubscribes(client: Client, server: NatsServer) -> None:
+    job = await client.submit("chat", "m", BODY)
+    streams = [client.stream(job)]
+    reading = asyncio.create_task(streams[0].answer())
+    await subscribed(server, f"infer.stream.me.{job.id}")
+    reading.cancel()
+    await asyncio.wait([reading])
+    del reading
+    await asyncio.to_thread(streams.clear)
+    await subscribed(server, f"infer.stream.me.{job.id}", 0)
+
+
+async def test_leaving_a_stream_early_leaves_the_job_alone(
+    client: Client, worker: Responder, server: NatsServer
+) -> None:
     job = await client.submit("chat", "m", BODY)
     await worker.send(f"infer.stream.me.{job.id}", *chunks_of("a")[:2], headers=of(job))
-    before = len(client.bus.nc._subs)
     async for _ in client.stream(job):
-        assert len(client.bus.nc._subs) == before + 1
+        await subscribed(server, f"infer.stream.me.{job.id}")
         break
-    await eventually(lambda: len(client.bus.nc._subs) == before)
+    await subscribed(server, f"infer.stream.me.{job.id}", 0)
     other = await client.submit("chat", "m", BODY)
     await client.cancel(other)
     assert (await worker.cancel()).subject == f"infer.cancel.me.{other.id}"

@@ -64,7 +64,7 @@ async def submit(bus: Bus, job: str, subject: str = SUBJECT) -> int:
 
 
 async def names(operator: Operator, **of: Any) -> list[str | None]:
-    return [letter.job async for letter in operator.letters(**of)]
+    return [letter.job async for letter in operator.dead_letters(**of)]
 
 
 def ids(found: tuple[list[QueuedJob], int]) -> list[str]:
@@ -103,7 +103,7 @@ async def denying(tmp_path: Path, *subjects: str) -> AsyncIterator[tuple[Bus, Bu
 
 async def test_a_letter_says_what_died_and_why(streams: Bus, operator: Operator) -> None:
     sequence = await bury(streams, "j", more={"Infer-Deadline": "60"})
-    [letter] = [letter async for letter in operator.letters()]
+    [letter] = [letter async for letter in operator.dead_letters()]
     assert letter.letter == sequence
     assert (letter.owner, letter.job, letter.model, letter.job_class, letter.kind) == (
         "acme",
@@ -116,10 +116,10 @@ async def test_a_letter_says_what_died_and_why(streams: Bus, operator: Operator)
     assert (letter.attempts, letter.worker, letter.submission, letter.deadline) == (5, "w1", 7, "60")
     assert letter.size == len(BODY)
     assert 0 <= letter.age < 60
-    found = await operator.letter(sequence)
+    found = await operator.dead_letter(sequence)
     assert found is not None
     assert found[1].data == BODY
-    assert await operator.letter(sequence + 1) is None
+    assert await operator.dead_letter(sequence + 1) is None
 
 
 async def test_letters_are_listed_by_model_and_over_many_pages(streams: Bus, operator: Operator) -> None:
@@ -132,7 +132,7 @@ async def test_letters_are_listed_by_model_and_over_many_pages(streams: Bus, ope
 
 async def test_a_letter_that_is_nonsense_is_listed_all_the_same(streams: Bus, operator: Operator) -> None:
     await JetStream(streams).store("infer.dead.m.tokens", b"", {"Infer-Attempt": "many"})
-    [letter] = [letter async for letter in operator.letters()]
+    [letter] = [letter async for letter in operator.dead_letters()]
     assert (letter.model, letter.kind, letter.job, letter.attempts) == ("m", "tokens", None, None)
     with pytest.raises(InvalidSubject, match="dead letter 1"):
         await operator.replay(1)
@@ -223,7 +223,7 @@ async def test_letters_that_are_written_meanwhile_are_left_for_the_next_time(
     for job in ("first", "second"):
         await bury(streams, job)
     seen = []
-    async for letter in operator.letters():
+    async for letter in operator.dead_letters():
         seen.append(letter.job)
         await operator.replay(letter.letter)
         await bury(streams, f"again-{len(seen)}")
@@ -444,7 +444,7 @@ async def test_streams_that_nobody_made_are_told(bus: Bus) -> None:
     with pytest.raises(BusUnavailable, match="stream INFER_JOBS is not there"):
         await operator.queues()
     found = await operator.streams(Settings())
-    assert not any(each.there or each.fine for each in found)
+    assert not any(each.exists or each.fine for each in found)
     await operator.adopt(Settings())
     assert all(each.fine for each in await operator.streams(Settings()))
 
@@ -656,7 +656,20 @@ async def test_streams_are_shown_and_adopted(bus: Bus, run: Run) -> None:
     assert {each["stream"]: each["max_bytes"] for each in json.loads(out)}[layout.DEAD] == 512 * MIB
 
 
-async def test_jobs_that_no_consumer_gives_out_are_counted(streams: Bus, operator: Operator) -> None:
+async def test_streams_are_shown_with_their_consumers_and_with_jobs_of_models_that_have_none(
+    streams: Bus, run: Run
+) -> None:
+    await job_consumers(streams, "m", ["batch"], ack_wait=30)
+    await submit(streams, "j1")
+    await submit(streams, "other", "infer.jobs.n.batch.acme.tokens")
+    code, out, _ = await run("streams")
+    assert code == 0
+    assert "1 jobs that no consumer delivers" in out
+    [consumer] = [line for line in out.splitlines() if line.startswith(layout.durable("m", "batch"))]
+    assert consumer.split()[1:] == [layout.JOBS, "1", "0", "0", "0", "open", "ok"]
+
+
+async def test_jobs_that_no_consumer_delivers_are_counted(streams: Bus, operator: Operator) -> None:
     async def unclaimed() -> int:
         found = {each.stream: each for each in await operator.streams(Settings())}
         return found[layout.JOBS].unclaimed

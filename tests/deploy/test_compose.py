@@ -167,7 +167,7 @@ def test_both_images_run_as_somebody_else_than_root() -> None:
         assert not re.search(r"^USER root", target, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("pinned", "extra"), [("cpu.txt", "cli"), ("gpu.txt", "gpu")])
+@pytest.mark.parametrize(("pinned", "extra"), [("cpu.txt", "worker"), ("gpu.txt", "gpu")])
 def test_an_image_has_what_the_package_asks_for(pinned: str, extra: str) -> None:
     lines = (ROOT / "requirements" / pinned).read_text().splitlines()
     pins = [Requirement(line) for line in lines if line and not line.startswith(("#", "-"))]
@@ -207,6 +207,24 @@ def test_the_server_reads_its_configuration() -> None:
         [find_binary(), "-t", "-c", NATS_CONFIG], capture_output=True, text=True, timeout=30, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_server_stores_where_it_is_started_and_the_container_on_its_volume(
+    compose: dict[str, Any], tmp_path: Path
+) -> None:
+    server = services(compose)["nats"]
+    assert f"jetstream:{server['working_dir']}" in server["volumes"]
+    config = tmp_path / "nats.conf"
+    config.write_text(NATS_CONFIG.read_text().replace(":4222", ":-1").replace(":8222", ":-1"))
+    child = subprocess.Popen([find_binary(), "-c", config], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    try:
+        assert child.stderr is not None
+        said = next(line for line in child.stderr if "Server is ready" in line or "[FTL]" in line)
+        assert "Server is ready" in said
+        assert (tmp_path / "jetstream").is_dir()
+    finally:
+        child.terminate()
+        child.communicate()
 
 
 def test_an_acknowledged_job_is_on_disk() -> None:

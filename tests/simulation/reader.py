@@ -9,8 +9,8 @@ from inferbus.schemas.answers import TokenAnswer, TokenChunk
 from inferbus.workers.bus.interface import Stored
 from inferbus.workers.bus.jetstream.layout import RESULTS, STREAM
 from inferbus.workers.client.assembler import Assembler, Event, Restarted
-from inferbus.workers.client.jobs import Job
-from inferbus.workers.client.messages import read, read_result, submission
+from inferbus.workers.client.jobs import JobHandle
+from inferbus.workers.client.messages import parse_message, parse_result, submission_of
 from tests.simulation.jobs import Submission
 from tests.support.simulated import SUBJECTS, Server
 
@@ -20,7 +20,7 @@ class Reader:
 
     def __init__(self, server: Server, job: Submission) -> None:
         self._server = server
-        self._client = Job(id=job.key.job, owner=job.key.owner, submission=job.sequence)
+        self._client = JobHandle(id=job.key.job, owner=job.key.owner, submission=job.sequence)
         self._subject = job.reply
         self.assembler = Assembler()
         self.seen: dict[int, list[Any]] = {}
@@ -28,10 +28,10 @@ class Reader:
 
     def take(self, message: Stored) -> None:
         """A message of the stream arrives."""
-        named = submission(message.headers)
+        named = submission_of(message.headers)
         if named is not None and named != self._client.submission:
             return
-        found = read(message.data, message.headers)
+        found = parse_message(message.data, message.headers)
         if found is not None:
             self._show(self.assembler.take(found))
 
@@ -39,10 +39,10 @@ class Reader:
         """Reads what is stored."""
         for message in self._server.read(STREAM, self._subject):
             self.take(message)
-        if self.assembler.outcome is None:
+        if self.assembler.final_status is None:
             stored = self._server.last(RESULTS, SUBJECTS.result(self._client.owner, self._client.id))
-            if stored is not None and self._client.answered_by(stored.headers):
-                self._show(self.assembler.finish(read_result(stored.data, stored.headers)))
+            if stored is not None and self._client.matches(stored.headers):
+                self._show(self.assembler.finish(parse_result(stored.data, stored.headers)))
 
     def _show(self, events: list[Event]) -> None:
         for event in events:
@@ -64,7 +64,7 @@ class Reader:
 
 def told(result: Stored) -> tuple[dict[int, list[Any]], dict[int, Any]]:
     """What a stored result says: tokens or characters of every choice, and how it ended."""
-    answer = read_result(result.data, result.headers).answer
+    answer = parse_result(result.data, result.headers).answer
     if answer is None:
         return {}, {}
     if isinstance(answer, TokenAnswer):
@@ -81,7 +81,7 @@ def told(result: Stored) -> tuple[dict[int, list[Any]], dict[int, Any]]:
 
 def agrees(reader: Reader, result: Stored) -> bool:
     """Whether a reader saw what the result says, and that once."""
-    outcome = reader.assembler.outcome
+    outcome = reader.assembler.final_status
     assert outcome is not None
     if outcome.status != result.headers[headers.STATUS]:
         return False

@@ -17,7 +17,7 @@ from inferbus.schemas.subjects import JobClass, JobKey
 from inferbus.workers.bus.connection.frames import publish_frame
 from inferbus.workers.bus.interface import Stored
 from inferbus.workers.bus.jetstream.layout import DEAD, JOBS, RESULTS
-from inferbus.workers.client.messages import read_result
+from inferbus.workers.client.messages import parse_result
 from inferbus.workers.jobs.quarantine import LAST_ATTEMPTS
 from inferbus.workers.jobs.runner import Work
 from tests.simulation.jobs import SHAPES, Cancel, Submission, request
@@ -287,7 +287,7 @@ class World:
             return
         result = own[0]
         status = result.headers[headers.STATUS]
-        error = read_result(result.data, result.headers).error
+        error = parse_result(result.data, result.headers).error
         self.note(f"{number} ended {status} {error and error.code} by {result.headers[headers.WORKER]}")
         if error is not None and error.code == "internal_error":
             self.wrong(f"{number} ended in a defect")
@@ -310,7 +310,7 @@ class World:
         ]
         for who, reader in (("late", late), *(("live", each) for each in self.readers[job.sequence])):
             reader.look()
-            outcome = reader.assembler.outcome
+            outcome = reader.assembler.final_status
             if outcome is None:
                 self.wrong(f"a {who} reader of {job.sequence} waits for ever")
             elif not any(agrees(reader, result) for result in found):

@@ -16,7 +16,7 @@ from inferbus.schemas.subjects import JobKey
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.interface import Stored
 from inferbus.workers.bus.jetstream import browse, layout
-from inferbus.workers.client.messages import Result, read_result
+from inferbus.workers.client.messages import Result, parse_result
 from tests.soak.fleet import Fleet
 from tests.soak.jobs import ATTEMPTS, BROKEN, ENDS, POISON, End
 from tests.soak.ledger import Fault, Ledger, Problem, Reading, Submission, texts_of
@@ -115,7 +115,7 @@ class Audit:
     def _result(self, stored: Stored) -> None:
         key = self._bus.subjects.parse_key(stored.subject, "results")
         try:
-            result = read_result(stored.data, stored.headers)
+            result = parse_result(stored.data, stored.headers)
         except InferbusError as error:
             self._wrong("wrong", f"the result of {key} is none: {error.message}")
             return

@@ -6,7 +6,7 @@ from typing import Any
 
 from inferbus.schemas.headers import Continuation
 from inferbus.workers.client.assembler import Event, Restarted
-from inferbus.workers.client.messages import Chunk, End, Piece, Result
+from inferbus.workers.client.messages import Chunk, ChunkMessage, EndMark, Result
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
 
@@ -49,13 +49,13 @@ def chat_answer(text: str, *, attempt: int = 1) -> dict[str, Any]:
 
 def pieces(
     attempt: int, texts: list[str], *, continues: Continuation | None = None, role: bool = True
-) -> list[Piece]:
+) -> list[ChunkMessage]:
     """One attempt's chunks, to the end: role, texts, finish, usage."""
     chunks = [chat({"role": "assistant", "content": ""})] if role else []
     chunks += [chat({"content": text}) for text in texts]
     chunks += [chat({}, finish="stop"), chat(None, usage=USAGE)]
     return [
-        Piece(
+        ChunkMessage(
             attempt=attempt,
             seq=seq,
             chunk={**chunk, "attempt": attempt, "seq": seq},  # type: ignore[dict-item]
@@ -65,9 +65,9 @@ def pieces(
     ]
 
 
-def end(attempt: int, messages: int, status: Any = "ok") -> End:
+def end(attempt: int, messages: int, status: Any = "ok") -> EndMark:
     """An end mark."""
-    return End(attempt=attempt, status=status, messages=messages, worker="d1", prefill_worker="p1")
+    return EndMark(attempt=attempt, status=status, messages=messages, worker="d1", prefill_worker="p1")
 
 
 def result(text: str, *, attempt: int = 1) -> Result:

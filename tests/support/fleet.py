@@ -25,10 +25,10 @@ MODEL = "scripted"
 _MAIN = """
 import os, sys
 from pathlib import Path
-from inferbus.workers.config import Settings, resolve
+from inferbus.workers.config import resolve
 from inferbus.workers.roles import run
 role, script = sys.argv[1:]
-sys.exit(run(role, resolve(Settings, {}, os.environ), scripted=Path(script)))
+sys.exit(run(role, resolve({}, os.environ), scripted=Path(script)))
 """
 
 DEFAULTS = {"ANNOUNCE_INTERVAL": "0.2", "SLOTS": "8", "ACK_WAIT": "2", "GRACE": "20", "PREFILL_TIMEOUT": "5"}

@@ -14,7 +14,7 @@ from nats.aio.msg import Msg
 
 from inferbus.schemas.answers import TokenChunk
 from inferbus.schemas.codec import JSON, encode
-from inferbus.workers.client import Chunk, Restarted, Stream, text
+from inferbus.workers.client import AnswerStream, Chunk, Restarted, text
 from tests.support.answers import USAGE, chat, chat_answer
 
 
@@ -125,7 +125,7 @@ def tokens_of(*ids: list[int]) -> list[Chunk]:
     ]
 
 
-async def read_into(seen: list[str], stream: Stream[Any]) -> None:
+async def read_into(seen: list[str], stream: AnswerStream[Any]) -> None:
     """Reads a stream's text into a list, where it can be looked at while it grows and after it broke."""
     async for event in stream:
         if isinstance(event, Restarted):

@@ -25,47 +25,41 @@ def told(
     flags: dict[str, Any] | None = None, env: dict[str, str] | None = None, file: Path | None = None
 ) -> list[str]:
     with pytest.raises(ConfigError) as error:
-        resolve(Settings, flags or {}, env or {}, file)
+        resolve(flags or {}, env or {}, file)
     return error.value.problems
 
 
 def test_without_any_source_there_are_defaults() -> None:
-    settings = resolve(Settings, {}, {})
+    settings = resolve({}, {})
     assert settings.bus == BusSettings()
     assert settings.streams == StreamSettings()
     assert settings.worker.classes == {"interactive": 4, "batch": 1}
 
 
 def test_every_worker_has_an_id_of_its_own() -> None:
-    assert resolve(Settings, {}, {}).worker.worker != resolve(Settings, {}, {}).worker.worker
+    assert resolve({}, {}).worker.worker != resolve({}, {}).worker.worker
 
 
 def test_a_flag_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "inferbus.toml"
     file.write_text("[worker]\nslots = 1\nack_wait = 10\ngrace = 5.5\n")
     env = {"INFERBUS_SLOTS": "2", "INFERBUS_ACK_WAIT": "20", "OTHER": "x"}
-    worker = resolve(Settings, {"slots": 3, "grace": None}, env, file).worker
+    worker = resolve({"slots": 3, "grace": None}, env, file).worker
     assert (worker.slots, worker.ack_wait, worker.grace) == (3, 20.0, 5.5)
-
-
-def test_other_defaults_can_be_given() -> None:
-    base = Settings(worker=WorkerSettings(slots=7, grace=1))
-    worker = resolve(base, {"grace": 2}, {}).worker
-    assert (worker.slots, worker.grace) == (7, 2.0)
 
 
 def test_lists_and_weights_can_be_written_in_one_line_or_in_toml(tmp_path: Path) -> None:
     file = tmp_path / "inferbus.toml"
     file.write_text('[nats]\nurl = ["nats://a:1", "nats://b:2"]\n[worker]\nclasses = { batch = 2 }\n')
-    settings = resolve(Settings, {}, {}, file)
+    settings = resolve({}, {}, file)
     assert settings.bus.urls == ("nats://a:1", "nats://b:2")
     assert settings.worker.classes == {"batch": 2}
     env = {"INFERBUS_NATS_URL": "nats://c:3, d", "INFERBUS_CLASSES": "interactive:9, batch:1"}
-    settings = resolve(Settings, {}, env, file)
+    settings = resolve({}, env, file)
     assert settings.bus.urls == ("nats://c:3", "d")
     assert settings.worker.classes == {"interactive": 9, "batch": 1}
-    assert resolve(Settings, {"nats_url": ("nats://e:4",)}, env, file).bus.urls == ("nats://e:4",)
-    assert resolve(Settings, {"nats_url": ()}, env, file).bus.urls == ("nats://c:3", "d")
+    assert resolve({"nats_url": ("nats://e:4",)}, env, file).bus.urls == ("nats://e:4",)
+    assert resolve({"nats_url": ()}, env, file).bus.urls == ("nats://c:3", "d")
 
 
 def test_all_problems_are_told_together_each_with_its_source(tmp_path: Path) -> None:
@@ -126,7 +120,7 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
 
 def test_secrets_are_shown_nowhere() -> None:
     secrets = {"nats_url": ("nats://joe:hunter2@host:4222", "nats://s3cret@host"), "nats_user": "u"}
-    settings = resolve(Settings, secrets | {"nats_password": "hunter2"}, {})
+    settings = resolve(secrets | {"nats_password": "hunter2"}, {})
     for text in (repr(settings), str(settings), repr(settings.bus), f"{settings.bus}"):
         assert "hunter2" not in text
         assert "s3cret" not in text
@@ -145,7 +139,7 @@ def test_a_url_without_userinfo_is_shown_as_it_is() -> None:
 
 def test_settings_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
-        resolve(Settings, {}, {}).worker.slots = 3  # type: ignore[misc]
+        resolve({}, {}).worker.slots = 3  # type: ignore[misc]
 
 
 def test_every_setting_has_one_flag_one_variable_and_a_help_text() -> None:
@@ -178,11 +172,11 @@ def test_every_setting_can_be_given_in_each_way(option: Option, tmp_path: Path) 
     more = {"nats_user": {"nats_password": "p"}, "nats_password": {"nats_user": "u"}}
     pairs = {"nats_tls_cert": {"nats_tls_key": text}, "nats_tls_key": {"nats_tls_cert": text}}
     others = more.get(option.name, {}) | pairs.get(option.name, {})
-    by_flag = resolve(Settings, {option.name: text} | others, {})
-    by_env = resolve(Settings, others, {option.env: text})
+    by_flag = resolve({option.name: text} | others, {})
+    by_env = resolve(others, {option.env: text})
     table, key = option.key.split(".")
     (tmp_path / "inferbus.toml").write_text(f'[{table}]\n{key} = "{text}"\n')
-    by_file = resolve(Settings, others, {}, tmp_path / "inferbus.toml")
+    by_file = resolve(others, {}, tmp_path / "inferbus.toml")
     found = [getattr(getattr(each, option.section), option.field) for each in (by_flag, by_env, by_file)]
     assert found[0] == found[1] == found[2]
     assert found[0] != getattr(getattr(Settings(), option.section), option.field)

@@ -14,13 +14,13 @@ from inferbus.schemas.answers import TokenChunk
 from inferbus.schemas.errors import UndecodableBody
 from inferbus.workers.cli.options import Command, settings_options
 from inferbus.workers.cli.running import OWNER_ENV, model_or_only, with_client
-from inferbus.workers.client import Client, LiveStream, Restarted, Stats, Stream, text
+from inferbus.workers.client import AnswerStream, Client, LiveStream, Restarted, Stats, text
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def asking(command: F) -> F:
-    """The options that the three share."""
+def request_options(command: F) -> F:
+    """Adds the options that the three commands share."""
     for option in reversed(_SHARED):
         command = option(command)
     return command
@@ -34,18 +34,18 @@ _SHARED: Final = (
         "params",
         multiple=True,
         metavar="NAME=JSON",
-        help="More of the body; a value that is no JSON is a text.",
+        help="A further field of the body; a value that is not JSON is a text.",
     ),
     click.option("--timeout", type=float, help="Seconds of silence after which to give up."),
     click.option("--deadline", type=float, help="Seconds after which the request expires."),
     click.option("--json", "as_json", is_flag=True, help="Print the whole answer as JSON, at the end."),
-    click.option("--quiet", "-q", is_flag=True, help="No line of statistics."),
+    click.option("--quiet", "-q", is_flag=True, help="Print no line of statistics."),
     settings_options("bus"),
 )
 
 
-def owned(command: F) -> F:
-    """The option that says whose jobs are meant."""
+def owner_option(command: F) -> F:
+    """Adds the option for the owner of jobs."""
     return click.option(
         "--owner", envvar=OWNER_ENV, metavar="NAME", help=f"Whose jobs; default: default.  [env {OWNER_ENV}]"
     )(command)
@@ -54,9 +54,9 @@ def owned(command: F) -> F:
 @click.command(cls=Command)
 @click.argument("words", nargs=-1, required=True, metavar="[MODEL] TEXT")
 @click.option("--system", metavar="TEXT", help="A system message.")
-@asking
+@request_options
 def chat(words: tuple[str, ...], system: str | None, **options: Any) -> int:
-    """Ask a model something and show the answer as it comes.
+    """Ask a model and show the answer as it comes.
 
     MODEL may be left out where only one is served. TEXT is `-` to read it from standard input.
     """
@@ -68,7 +68,7 @@ def chat(words: tuple[str, ...], system: str | None, **options: Any) -> int:
 
 @click.command(cls=Command)
 @click.argument("words", nargs=-1, required=True, metavar="[MODEL] PROMPT")
-@asking
+@request_options
 def complete(words: tuple[str, ...], **options: Any) -> int:
     """Let a model continue a text.
 
@@ -80,18 +80,18 @@ def complete(words: tuple[str, ...], **options: Any) -> int:
 
 @click.command(cls=Command)
 @click.argument("words", nargs=-1, required=True, metavar="[MODEL] IDS")
-@asking
+@request_options
 def tokens(words: tuple[str, ...], **options: Any) -> int:
     """Send token ids and print the token ids that follow.
 
     IDS are numbers with commas or spaces between; `-` reads them from standard input.
     """
     model, given = _split(words)
-    found = re.findall(r"[^\s,\[\]]+", given)
-    if not found or not all(each.isdecimal() for each in found):
+    ids = re.findall(r"[^\s,\[\]]+", given)
+    if not ids or not all(each.isdecimal() for each in ids):
         raise click.UsageError("IDS must be numbers with commas or spaces between")
-    ids = [int(each) for each in found]
-    return _ask(model, options, lambda client, name, more: client.tokens(name, ids, **more))
+    token_ids = [int(each) for each in ids]
+    return _ask(model, options, lambda client, name, more: client.tokens(name, token_ids, **more))
 
 
 def read_text(given: str) -> str:
@@ -100,46 +100,46 @@ def read_text(given: str) -> str:
 
 
 def parse_params(params: tuple[str, ...]) -> dict[str, Any]:
-    """`name=value` pairs; a value that is no JSON is a text."""
-    found: dict[str, Any] = {}
+    """`name=value` pairs; a value that is not JSON is a text."""
+    fields: dict[str, Any] = {}
     for param in params:
         name, separator, value = param.partition("=")
         if not separator:
             raise click.UsageError(f"--param takes NAME=JSON, not {param!r}")
         try:
-            found[name] = codec.decode(value.encode(), object)
+            fields[name] = codec.decode(value.encode(), object)
         except UndecodableBody:
-            found[name] = value
-    return found
+            fields[name] = value
+    return fields
 
 
-async def show(stream: Stream[Any], *, as_json: bool, quiet: bool) -> int:
-    """Shows a stream: its text as it comes, or the whole answer; then the statistics, on standard error."""
+async def show(answer: AnswerStream[Any], *, as_json: bool, quiet: bool) -> int:
+    """Prints an answer, its text as it comes or all of it as JSON, and its statistics on standard error."""
     if as_json:
-        click.echo(codec.encode(await stream.answer()).decode())
+        click.echo(codec.encode(await answer.answer()).decode())
     else:
-        await _show_text(stream)
-    for warning in stream.warnings:
+        await _show_text(answer)
+    for warning in answer.warnings:
         click.echo(f"warning: {warning}", err=True)
     if not quiet:
-        click.echo(Stats.of(stream).line(), err=True)
+        click.echo(Stats.of(answer).line(), err=True)
     return 0
 
 
-async def _show_text(stream: Stream[Any]) -> None:
-    shown = False
+async def _show_text(answer: AnswerStream[Any]) -> None:
+    printed = False
     try:
-        async for event in stream:
+        async for event in answer:
             if isinstance(event, Restarted):
                 click.echo("\n[a worker was lost; from the beginning:]", err=True)
                 continue
             piece = _piece(event)
             if piece:
-                shown = True
+                printed = True
                 click.echo(piece, nl=False)
                 sys.stdout.flush()
     finally:
-        if shown:
+        if printed:
             click.echo()
 
 
@@ -169,7 +169,7 @@ def _ask(
 
     async def work(client: Client) -> int:
         name = await model_or_only(client, model)
-        async with send(client, name, body) as stream:
-            return await show(stream, as_json=as_json, quiet=quiet)
+        async with send(client, name, body) as answer:
+            return await show(answer, as_json=as_json, quiet=quiet)
 
     return with_client(options, work)

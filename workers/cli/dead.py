@@ -1,4 +1,4 @@
-"""`inferbus dead`: the jobs that will not be tried again, unless an operator says so."""
+"""`inferbus dead`: jobs whose last attempt failed."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import click
 from inferbus.schemas import codec
 from inferbus.schemas.errors import CallerError
 from inferbus.workers.cli.options import Command, settings_options
-from inferbus.workers.cli.running import EXIT_FAILED, complain, with_client
-from inferbus.workers.cli.tables import moment, plain, print_table, size, span
+from inferbus.workers.cli.running import EXIT_FAILED, print_error, with_client
+from inferbus.workers.cli.tables import moment, print_table, printable, size, span
 from inferbus.workers.client import Client
 from inferbus.workers.client.operator import Operator
-from inferbus.workers.client.records import Letter
+from inferbus.workers.client.records import DeadLetter
 
 _SEQUENCE: Final = click.IntRange(min=1)
 
 
 @click.group()
 def dead() -> None:
-    """See to dead letters: jobs whose last attempt failed.
+    """List, replay and purge dead letters: jobs whose last attempt failed.
 
     A dead letter is the job as it was submitted, and why it failed. It stays until it is replayed, purged or
     too old (--streams-dead-max-age).
@@ -36,12 +36,12 @@ def list_letters(model: str | None, as_json: bool, **options: Any) -> int:
     """List the dead letters, oldest first."""
 
     async def work(client: Client) -> int:
-        found = [letter async for letter in Operator(client.bus).letters(model=model)]
+        letters = [letter async for letter in Operator(client.bus).dead_letters(model=model)]
         if as_json:
-            click.echo(codec.encode(found).decode())
-        elif found:
+            click.echo(codec.encode(letters).decode())
+        elif letters:
             columns = ("seq", "age", "model", "kind", "owner", "job", "attempts", "size", "code", "reason")
-            print_table(columns, map(_row, found))
+            print_table(columns, map(_row, letters))
         else:
             click.echo("no dead letters", err=True)
         return 0
@@ -57,13 +57,13 @@ def show(seq: int, body: bool, **options: Any) -> int:
     """Show one dead letter: where it came from, and its headers."""
 
     async def work(client: Client) -> int:
-        found = await Operator(client.bus).letter(seq)
-        if found is None:
-            return _missing(seq)
-        letter, stored = found
+        stored_letter = await Operator(client.bus).dead_letter(seq)
+        if stored_letter is None:
+            return _not_found(seq)
+        letter, stored = stored_letter
         lines = {"Subject": stored.subject, "Died": moment(letter.died), "Size": f"{letter.size} bytes"}
         for name, value in (lines | dict(stored.headers)).items():
-            click.echo(plain(f"{name}: {value}"))
+            click.echo(printable(f"{name}: {value}"))
         if body:
             click.echo()
             click.echo(stored.data)
@@ -74,7 +74,7 @@ def show(seq: int, body: bool, **options: Any) -> int:
 
 @dead.command(cls=Command)
 @click.argument("seq", type=_SEQUENCE, nargs=-1)
-@click.option("--all", "every", is_flag=True, help="All that are there now.")
+@click.option("--all", "every", is_flag=True, help="All that are stored now.")
 @click.option("--model", metavar="NAME", help="With --all: only of this model.")
 @click.option("--no-deadline", is_flag=True, help="Without the deadlines that they had.")
 @settings_options("bus")
@@ -82,8 +82,8 @@ def replay(seq: tuple[int, ...], every: bool, model: str | None, no_deadline: bo
     """Queue dead letters' jobs again.
 
     Each becomes a new submission under its old id, with all its attempts, and its letter is removed once the
-    server has the job. To repeat a replay that was interrupted is safe for ten minutes
-    (--streams-duplicate-window): no job is queued twice.
+    server has the job. An interrupted replay can be repeated for ten minutes
+    (--streams-duplicate-window); no job is queued twice then.
     """
     _check(seq, every, model)
 
@@ -93,15 +93,15 @@ def replay(seq: tuple[int, ...], every: bool, model: str | None, no_deadline: bo
             try:
                 done = await operator.replay(sequence, deadline=not no_deadline)
             except CallerError as error:
-                complain(error)
+                print_error(error)
                 code = EXIT_FAILED
                 continue
             if done is not None:
                 again = " (was queued before)" if done.before else ""
-                name = plain(f"{done.job.owner} {done.job.id}")
+                name = printable(f"{done.job.owner} {done.job.id}")
                 click.echo(f"{sequence}: {name} is queued as submission {done.job.submission}{again}")
             elif not every:
-                code = _missing(sequence)
+                code = _not_found(sequence)
         return code
 
     return with_client(options, work)
@@ -109,7 +109,7 @@ def replay(seq: tuple[int, ...], every: bool, model: str | None, no_deadline: bo
 
 @dead.command(cls=Command)
 @click.argument("seq", type=_SEQUENCE, nargs=-1)
-@click.option("--all", "every", is_flag=True, help="All that are there now.")
+@click.option("--all", "every", is_flag=True, help="All that are stored now.")
 @click.option("--model", metavar="NAME", help="With --all: only of this model.")
 @click.option("--yes", is_flag=True, help="Needed with --all.")
 @settings_options("bus")
@@ -128,35 +128,35 @@ def purge(seq: tuple[int, ...], every: bool, model: str | None, yes: bool, **opt
             if await operator.discard(sequence):
                 click.echo(f"{sequence}: removed")
             else:
-                code = _missing(sequence)
+                code = _not_found(sequence)
         return code
 
     return with_client(options, work)
 
 
 async def _sequences(
-    operator: Operator, named: tuple[int, ...], every: bool, model: str | None
+    operator: Operator, sequences: tuple[int, ...], every: bool, model: str | None
 ) -> AsyncIterator[int]:
-    for sequence in named:
+    for sequence in sequences:
         yield sequence
     if every:
-        async for letter in operator.letters(model=model):
+        async for letter in operator.dead_letters(model=model):
             yield letter.letter
 
 
-def _check(named: tuple[int, ...], every: bool, model: str | None) -> None:
-    if bool(named) == every:
+def _check(sequences: tuple[int, ...], every: bool, model: str | None) -> None:
+    if bool(sequences) == every:
         raise click.UsageError("name dead letters by their sequence, or all of them by --all")
     if model is not None and not every:
         raise click.UsageError("--model goes with --all")
 
 
-def _missing(sequence: int) -> int:
-    complain(f"there is no dead letter {sequence}")
+def _not_found(sequence: int) -> int:
+    print_error(f"there is no dead letter {sequence}")
     return EXIT_FAILED
 
 
-def _row(letter: Letter) -> tuple[object, ...]:
+def _row(letter: DeadLetter) -> tuple[object, ...]:
     return (
         letter.letter,
         span(letter.age),

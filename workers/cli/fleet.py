@@ -1,4 +1,4 @@
-"""`inferbus workers` and `health`: who is here, and whether that is enough."""
+"""`inferbus workers` and `health`: the announced workers, and whether one is ready."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import click
 from inferbus.schemas import codec
 from inferbus.schemas.fleet import Role, WorkerInfo
 from inferbus.workers.cli.options import Command, settings_options
-from inferbus.workers.cli.queues import paused
-from inferbus.workers.cli.running import EXIT_FAILED, complain, with_client
-from inferbus.workers.cli.tables import plain, print_table
+from inferbus.workers.cli.queues import paused_lines
+from inferbus.workers.cli.running import EXIT_FAILED, print_error, with_client
+from inferbus.workers.cli.tables import print_table, printable
 from inferbus.workers.client import Client
 
 
@@ -20,19 +20,19 @@ from inferbus.workers.client import Client
 @click.option("--json", "as_json", is_flag=True, help="Print the announcements as JSON.")
 @settings_options("bus")
 def workers(as_json: bool, **options: Any) -> int:
-    """List the workers that are here."""
+    """List the workers."""
 
     async def work(client: Client) -> int:
-        found = await client.workers()
+        announced = await client.workers()
         if as_json:
-            click.echo(codec.encode(found).decode())
-        elif found:
+            click.echo(codec.encode(announced).decode())
+        elif announced:
             columns = ("model", "role", "worker", "state", "busy", "queued", "kv", "kinds", "engine", "host")
-            print_table(columns, map(_row, found))
+            print_table(columns, map(_row, announced))
         else:
-            click.echo("no worker is here", err=True)
-        for line in [] if as_json else await paused(client.bus):
-            click.echo(plain(line), err=True)
+            click.echo("no worker is announced", err=True)
+        for line in [] if as_json else await paused_lines(client.bus):
+            click.echo(printable(line), err=True)
         return 0
 
     return with_client(options, work)
@@ -47,23 +47,23 @@ def workers(as_json: bool, **options: Any) -> int:
 def health(worker: str | None, here: bool, model: str | None, role: str | None, **options: Any) -> int:
     """Tell whether a worker is ready.
 
-    Exits with 0 if NATS answers and a worker that fits is ready, else with 1 and one line that says why.
-    Without options any worker will do.
+    Exits with 0 if NATS answers and a matching worker is ready, else with 1 and one line that says why.
+    Without options any worker counts.
     """
     wanted = {"worker": worker, "model": model, "role": role, "host": socket.gethostname() if here else None}
 
     async def work(client: Client) -> int:
-        found = [info for info in await client.workers() if _fits(info, wanted)]
-        if any(info.state == "ready" for info in found):
+        matching = [info for info in await client.workers() if _matches(info, wanted)]
+        if any(info.state == "ready" for info in matching):
             return 0
-        states = ", ".join(_state(info) for info in found)
-        complain(f"not ready: {states}" if states else "no such worker is here")
+        states = ", ".join(_state(info) for info in matching)
+        print_error(f"not ready: {states}" if states else "no such worker is announced")
         return EXIT_FAILED
 
     return 0 if with_client(options, work) == 0 else EXIT_FAILED
 
 
-def _fits(info: WorkerInfo, wanted: dict[str, str | None]) -> bool:
+def _matches(info: WorkerInfo, wanted: dict[str, str | None]) -> bool:
     return all(value is None or getattr(info, name) == value for name, value in wanted.items())
 
 

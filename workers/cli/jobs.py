@@ -9,11 +9,11 @@ import click
 from inferbus.schemas import codec
 from inferbus.schemas.errors import InferbusError
 from inferbus.schemas.subjects import CLASSES, KINDS, JobClass, Kind
-from inferbus.workers.cli.ask import owned, show
+from inferbus.workers.cli.ask import owner_option, show
 from inferbus.workers.cli.options import Command, settings_options
 from inferbus.workers.cli.running import with_client
-from inferbus.workers.client import Client, Job, Result
-from inferbus.workers.client.deltas import explode
+from inferbus.workers.client import Client, JobHandle, Result
+from inferbus.workers.client.deltas import to_chunks
 from inferbus.workers.client.stream import text
 
 
@@ -25,10 +25,10 @@ from inferbus.workers.client.stream import text
 @click.option("--again", is_flag=True, help="Submit an id that was submitted before as a new submission.")
 @click.option("--class", "job_class", type=click.Choice(CLASSES), default="batch", show_default=True)
 @click.option("--deadline", type=float, metavar="SECONDS", help="When the job expires, also while queued.")
-@click.option("--no-stream", is_flag=True, help="Only the result is wanted, no chunks.")
+@click.option("--no-stream", is_flag=True, help="Store only the result, no chunks.")
 @click.option("--wait", is_flag=True, help="Show the answer as it comes, and wait for its end.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@owned
+@owner_option
 @settings_options("bus")
 def submit(
     kind: Kind,
@@ -43,7 +43,7 @@ def submit(
     as_json: bool,
     **options: Any,
 ) -> int:
-    """Hand in a durable job.
+    """Submit a durable job.
 
     Prints the job's id, and the submission's number in the stream of jobs.
 
@@ -66,10 +66,10 @@ def submit(
             again=again,
         )
         if wait:
-            click.echo(_said(job), err=True)
-            async with client.stream(job) as stream:
-                return await show(stream, as_json=as_json, quiet=False)
-        click.echo(codec.encode(job).decode() if as_json else _said(job))
+            click.echo(_line(job), err=True)
+            async with client.stream(job) as answer:
+                return await show(answer, as_json=as_json, quiet=False)
+        click.echo(codec.encode(job).decode() if as_json else _line(job))
         return 0
 
     return with_client(options, work)
@@ -81,14 +81,14 @@ def submit(
     "--timeout", type=float, metavar="SECONDS", help="How long to wait; default: as long as it takes."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the whole answer as JSON.")
-@owned
+@owner_option
 @settings_options("bus")
 def result(job: str, timeout: float | None, as_json: bool, **options: Any) -> int:
     """Wait for a job's result and print it."""
 
     async def work(client: Client) -> int:
-        found = await client.result(job, timeout)
-        click.echo(codec.encode(found.answer).decode() if as_json else _plain(found))
+        stored = await client.result(job, timeout)
+        click.echo(codec.encode(stored.answer).decode() if as_json else _result_text(stored))
         return 0
 
     return with_client(options, work)
@@ -99,7 +99,7 @@ def result(job: str, timeout: float | None, as_json: bool, **options: Any) -> in
 @click.option("--timeout", type=float, metavar="SECONDS", help="Silence after which to stop reading.")
 @click.option("--json", "as_json", is_flag=True, help="Print the whole answer as JSON, at the end.")
 @click.option("--quiet", "-q", is_flag=True, help="No line of statistics.")
-@owned
+@owner_option
 @settings_options("bus")
 def stream(job: str, timeout: float | None, as_json: bool, quiet: bool, **options: Any) -> int:
     """Show a job's answer as it comes.
@@ -108,8 +108,8 @@ def stream(job: str, timeout: float | None, as_json: bool, quiet: bool, **option
     """
 
     async def work(client: Client) -> int:
-        async with client.stream(job, timeout=timeout) as found:
-            return await show(found, as_json=as_json, quiet=quiet)
+        async with client.stream(job, timeout=timeout) as answer:
+            return await show(answer, as_json=as_json, quiet=quiet)
 
     return with_client(options, work)
 
@@ -117,7 +117,7 @@ def stream(job: str, timeout: float | None, as_json: bool, quiet: bool, **option
 @click.command(cls=Command)
 @click.argument("job")
 @click.option("--submission", type=int, metavar="N", help="Only this one; default: all up to now.")
-@owned
+@owner_option
 @settings_options("bus")
 def cancel(job: str, submission: int | None, **options: Any) -> int:
     """Stop a job wherever it is.
@@ -127,21 +127,21 @@ def cancel(job: str, submission: int | None, **options: Any) -> int:
 
     async def work(client: Client) -> int:
         named = client.job(job)
-        await client.cancel(Job(id=named.id, owner=named.owner, submission=submission))
+        await client.cancel(JobHandle(id=named.id, owner=named.owner, submission=submission))
         return 0
 
     return with_client(options, work)
 
 
-def _said(job: Job) -> str:
+def _line(job: JobHandle) -> str:
     return f"{job.id} {job.submission}{' (submitted before)' if job.duplicate else ''}"
 
 
-def _plain(found: Result) -> str:
-    """A result's text, or its token ids; choices one after the other."""
-    assert found.answer is not None
+def _result_text(stored: Result) -> str:
+    """A result's text, or its token ids; one choice after the other."""
+    assert stored.answer is not None
     choices: dict[int, str] = {}
-    for chunk in explode(found.answer):
+    for chunk in to_chunks(stored.answer):
         if isinstance(chunk, dict):
             for choice in chunk["choices"]:
                 index = choice.get("index", 0)

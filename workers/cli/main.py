@@ -29,7 +29,7 @@ _COMMANDS: Final = {
     "streams": "streams",
     "config": "settings",
 }
-"""Every command, and the module that has it; only that one is imported."""
+"""The module of every command; only that one is imported."""
 
 
 class _Lazy(click.Group):

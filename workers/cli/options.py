@@ -1,4 +1,4 @@
-"""Options of the command line, made from the settings: one written down once is an option everywhere."""
+"""Options of the command line, derived from the settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TITLES: Final = {"bus": "NATS", "worker": "Worker", "streams": "Streams"}
 
 
 class SettingOption(click.Option):
-    """An option that stands for a setting; `section` groups it in the help."""
+    """An option for a setting; `section` groups it in the help."""
 
     def __init__(self, *args: Any, section: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -26,10 +26,10 @@ class SettingOption(click.Option):
 
 
 class Command(click.Command):
-    """A command whose help tells its own options apart from the settings."""
+    """A command whose help lists its own options before the settings."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the options, section by section."""
+        """Writes the options by section."""
         sections: dict[str, list[tuple[str, str]]] = {"Options": []}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
@@ -58,16 +58,16 @@ def settings_options(*sections: str) -> Callable[[F], F]:
 
 
 def settings_of(flags: dict[str, Any]) -> Settings:
-    """The settings that a command's options, the environment and the file amount to; takes them off `flags`.
+    """The settings from a command's options, the environment and the file; removes them from `flags`.
 
     Raises:
-        click.UsageError: Naming all that is wrong.
+        click.UsageError: Listing everything that is wrong.
     """
     file = flags.pop("config", None)
     names = {option.name for option in options()}
     given = {name: flags.pop(name) for name in list(flags) if name in names}
     try:
-        return resolve(Settings, given, os.environ, file)
+        return resolve(given, os.environ, file)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
 

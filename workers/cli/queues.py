@@ -14,25 +14,25 @@ from inferbus.schemas.errors import BusUnavailable
 from inferbus.schemas.subjects import CLASSES, JobClass
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.cli.options import Command, settings_options
-from inferbus.workers.cli.running import EXIT_FAILED, complain, with_client
-from inferbus.workers.cli.tables import moment, plain, print_table, size, span
+from inferbus.workers.cli.running import EXIT_FAILED, print_error, with_client
+from inferbus.workers.cli.tables import moment, print_table, printable, size, span
 from inferbus.workers.client import Client
 from inferbus.workers.client.operator import Operator
 from inferbus.workers.client.records import NO_END, JobReport, Queue, QueuedJob
 
 LIMIT: Final = 50
-_LENGTH: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd]?)")
+_DURATION: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd]?)")
 _UNITS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def _length(_ctx: click.Context, _param: click.Parameter, value: str | None) -> float | None:
-    """A length of time in seconds."""
+def _duration(_ctx: click.Context, _param: click.Parameter, value: str | None) -> float | None:
+    """A duration in seconds."""
     if value is None:
         return None
-    found = _LENGTH.fullmatch(value.strip())
-    seconds = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    match = _DURATION.fullmatch(value.strip())
+    seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if not 0 < seconds < NO_END.total_seconds():
-        raise click.BadParameter("a length of time is a number and one of s, m, h, d: 90s, 10m, 2h")
+        raise click.BadParameter("a duration is a number and one of s, m, h, d: 90s, 10m, 2h")
     return seconds
 
 
@@ -41,7 +41,7 @@ _class: Final = click.option("--class", "job_class", type=click.Choice(CLASSES),
 
 @click.group()
 def jobs() -> None:
-    """Look into the queues of durable jobs.
+    """Inspect the queues of durable jobs.
 
     A job is `queued` until a worker takes it, and `taken` until it has ended: it runs, or waits for its next
     attempt.
@@ -70,19 +70,19 @@ def list_jobs(
     async def work(client: Client) -> int:
         operator = Operator(client.bus)
         queues = await operator.queues(model=model, job_class=job_class)
-        found, more = await operator.jobs(model=model, job_class=job_class, owner=owner, most=limit or None)
+        listed, more = await operator.jobs(model=model, job_class=job_class, owner=owner, most=limit or None)
         if as_json:
-            click.echo(codec.encode({"queues": queues, "jobs": found, "more": more}).decode())
+            click.echo(codec.encode({"queues": queues, "jobs": listed, "more": more}).decode())
             return 0
         if queues:
             _print_queues(queues)
-        if queues and found:
+        if queues and listed:
             click.echo()
-        if found:
-            _print_jobs(found)
+        if listed:
+            _print_jobs(listed)
         if more:
             click.echo(f"{more} more; --limit lists more", err=True)
-        elif not found:
+        elif not listed:
             click.echo("no jobs", err=True)
         return 0
 
@@ -95,17 +95,17 @@ def list_jobs(
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @settings_options("bus")
 def show(owner: str, job: str, as_json: bool, **options: Any) -> int:
-    """Show all that is known of one job: where it is, its attempts, its result."""
+    """Show one job: where it is, its attempts, its result."""
 
     async def work(client: Client) -> int:
         report = await Operator(client.bus).job(owner, job)
         if as_json:
             click.echo(codec.encode(report).decode())
         elif report.known:
-            for line in _told(report):
-                click.echo(plain(line))
+            for line in _report_lines(report):
+                click.echo(printable(line))
         else:
-            complain(plain(f"nothing is known of a job {job} of {owner}"))
+            print_error(printable(f"there is no job {job} of {owner}"))
         return 0 if report.known else EXIT_FAILED
 
     return with_client(options, work)
@@ -118,7 +118,7 @@ def show(owner: str, job: str, as_json: bool, **options: Any) -> int:
 def cancel(owner: str, job: tuple[str, ...], **options: Any) -> int:
     """Stop jobs wherever they are.
 
-    Also while they are queued. What is submitted afterwards under the same ids is not hit.
+    Also while they are queued. Later submissions of the same ids are not affected.
     """
 
     async def work(client: Client) -> int:
@@ -133,17 +133,17 @@ def cancel(owner: str, job: tuple[str, ...], **options: Any) -> int:
 @click.argument("model")
 @_class
 @click.option(
-    "--for", "length", callback=_length, metavar="TIME", help="90s, 10m, 2h; default: until resumed."
+    "--for", "length", callback=_duration, metavar="TIME", help="90s, 10m, 2h; default: until resumed."
 )
 @settings_options("bus")
 def pause(model: str, job_class: JobClass | None, length: float | None, **options: Any) -> int:
-    """Give out no durable jobs of a model.
+    """Stop delivering durable jobs of a model.
 
-    Jobs are still accepted, those that run go on, and live requests are served.
+    Jobs are still accepted, running ones go on, and live requests are served.
     """
 
     async def work(client: Client) -> int:
-        _say(await Operator(client.bus).pause(model, job_class=job_class, seconds=length))
+        _print_states(await Operator(client.bus).pause(model, job_class=job_class, seconds=length))
         return 0
 
     return with_client(options, work)
@@ -154,17 +154,17 @@ def pause(model: str, job_class: JobClass | None, length: float | None, **option
 @_class
 @settings_options("bus")
 def resume(model: str, job_class: JobClass | None, **options: Any) -> int:
-    """Give out the durable jobs of a model again."""
+    """Deliver the durable jobs of a model again."""
 
     async def work(client: Client) -> int:
-        _say(await Operator(client.bus).resume(model, job_class=job_class))
+        _print_states(await Operator(client.bus).resume(model, job_class=job_class))
         return 0
 
     return with_client(options, work)
 
 
-async def paused(bus: Bus) -> list[str]:
-    """A line for every queue that is paused; none where this user may not know."""
+async def paused_lines(bus: Bus) -> list[str]:
+    """A line for every paused queue; none where the user may not read the queues."""
     try:
         queues = await Operator(bus).queues()
     except BusUnavailable:
@@ -182,9 +182,9 @@ def state(queue: Queue) -> str:
     return f"paused until {moment(until)}"
 
 
-def _say(queues: list[Queue]) -> None:
+def _print_states(queues: list[Queue]) -> None:
     for queue in queues:
-        click.echo(plain(f"{queue.model} {queue.job_class}: {state(queue)}"))
+        click.echo(printable(f"{queue.model} {queue.job_class}: {state(queue)}"))
 
 
 def _print_queues(queues: list[Queue]) -> None:
@@ -195,7 +195,7 @@ def _print_queues(queues: list[Queue]) -> None:
     print_table(columns, rows)
 
 
-def _print_jobs(found: list[QueuedJob]) -> None:
+def _print_jobs(jobs: list[QueuedJob]) -> None:
     columns = ("submission", "job", "owner", "model", "class", "kind", "state", "age", "size")
     rows = (
         (
@@ -209,12 +209,12 @@ def _print_jobs(found: list[QueuedJob]) -> None:
             span(job.age),
             size(job.size),
         )
-        for job in found
+        for job in jobs
     )
     print_table(columns, rows)
 
 
-def _told(report: JobReport) -> Iterable[str]:
+def _report_lines(report: JobReport) -> Iterable[str]:
     for job in report.queued:
         where = "taken, and not ended" if job.taken else "queued"
         yield (
@@ -231,6 +231,6 @@ def _told(report: JobReport) -> Iterable[str]:
         )
     if (mark := report.cancel) is not None:
         aim = "every submission before that" if mark.submission is None else f"submission {mark.submission}"
-        yield f"cancelled: {moment(mark.asked)}, {aim}"
+        yield f"cancelled: {moment(mark.requested)}, {aim}"
     for letter in report.letters:
         yield f"dead letter {letter.letter}: submission {letter.submission}, {letter.code}: {letter.reason}"

@@ -1,4 +1,4 @@
-"""Running a command's work: every failure is one line and an exit code, never a traceback."""
+"""Runs a command's coroutine; every failure is one line and an exit code, never a traceback."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Coroutine
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import click
 
@@ -26,56 +26,67 @@ EXIT_INTERRUPTED: Final = 130
 OWNER_ENV: Final = "INFERBUS_OWNER"
 
 Work = Callable[[Client], Coroutine[Any, Any, int]]
+"""A command's coroutine: takes a connected client, returns the exit code."""
+
+
+class CommandFailed(click.ClickException):
+    """A command cannot do its work; one line says why."""
+
+    exit_code = EXIT_FAILED
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Prints the line on standard error."""
+        print_error(self.message)
 
 
 def exit_code(error: InferbusError) -> int:
-    """The exit code that stands for an error."""
+    """The exit code of an error."""
     for kind, code in ((NoWorker, EXIT_NO_WORKER), (TimedOut, EXIT_TIMED_OUT), (BusUnavailable, EXIT_NATS)):
         if isinstance(error, kind):
             return code
     return EXIT_FAILED
 
 
-def complain(error: InferbusError | str) -> None:
-    """Says in one line on standard error what is wrong."""
+def print_error(error: InferbusError | str) -> None:
+    """Prints an error as one line on standard error."""
     text = error if isinstance(error, str) else f"{error.code}: {error.message}"
     click.echo(f"inferbus: {' '.join(text.split())}", err=True)
 
 
 def with_client(flags: dict[str, Any], work: Work) -> int:
-    """Does something with a connected client; returns the exit code.
+    """Runs a coroutine with a connected client; returns the exit code.
 
     Args:
-        flags: The command's options; settings and `owner` are taken off it.
-        work: What to do.
+        flags: The command's options; settings and `owner` are removed from it.
+        work: The coroutine function.
     """
     owner = flags.pop("owner", None)
     return run(settings_of(flags), work, **({"owner": owner} if owner else {}))
 
 
 def run(settings: Settings, work: Work, **options: Any) -> int:
-    """Does something with a client that is connected as the settings say; returns the exit code."""
+    """Runs a coroutine with a client connected by these settings; returns the exit code."""
     logs.configure(level="CRITICAL", format="text")
 
     async def connected() -> int:
         async with Client.connect(settings.bus, name="inferbus cli", **options) as client:
             return await work(client)
 
-    return guarded(connected)
+    return run_coroutine(connected)
 
 
-def guarded(work: Callable[[], Coroutine[Any, Any, int]]) -> int:
-    """Runs work, and turns what is raised into a line and an exit code."""
+def run_coroutine(work: Callable[[], Coroutine[Any, Any, int]]) -> int:
+    """Runs a coroutine, and turns what it raises into a line and an exit code."""
     try:
         return asyncio.run(work())
     except InferbusError as error:
-        complain(error)
+        print_error(error)
         return exit_code(error)
     except KeyboardInterrupt:
-        complain("interrupted")
+        print_error("interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read the output has left; nothing more can be said there.
+        # The reader of the output has closed it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
 

@@ -16,7 +16,8 @@ import click
 from inferbus.schemas.fleet import Role
 from inferbus.schemas.subjects import escape
 from inferbus.workers.cli.options import Command, settings_of, settings_options
-from inferbus.workers.cli.running import EXIT_FAILED, guarded
+from inferbus.workers.cli.prerequisites import check_demo_model, check_worker
+from inferbus.workers.cli.running import EXIT_FAILED, run_coroutine
 from inferbus.workers.observe import logs
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ _PASSING: Final = {"ignore_unknown_options": True}
 @click.argument("engine_flags", nargs=-1, type=click.UNPROCESSED, metavar="[SGLANG FLAGS]...")
 @settings_options("bus", "worker", "streams")
 def worker(role: Role, scripted: Path | None, engine_flags: tuple[str, ...], **options: Any) -> int:
-    """Run a worker until it is told to stop.
+    """Run a worker until it is stopped.
 
     SIGTERM lets running requests finish and takes no new ones; a second one hurries.
 
@@ -47,6 +48,7 @@ def worker(role: Role, scripted: Path | None, engine_flags: tuple[str, ...], **o
     settings = settings_of(options)
     if scripted is not None and engine_flags:
         raise click.UsageError(f"a scripted worker takes no SGLang flags: {' '.join(engine_flags)}")
+    check_worker(scripted=scripted is not None)
     from inferbus.workers.roles import run
 
     return run(role, settings, engine_flags, scripted=scripted)
@@ -81,9 +83,12 @@ def up(**options: Any) -> int:
 
     if options["mps"] and options["aggregated"]:
         raise click.UsageError("--mps is for two workers that share a GPU; --aggregated starts one")
+    check_worker(scripted=options["scripted"] is not None)
+    if options["model_path"] is None and options["scripted"] is None:
+        check_demo_model()
     logs.configure(level="ERROR", format="text")
     try:
-        return guarded(lambda: _up(**options))
+        return run_coroutine(lambda: _up(**options))
     except StackError as error:
         click.echo(f"inferbus: {error}", err=True)
         return EXIT_FAILED

@@ -1,4 +1,4 @@
-"""`inferbus config`: what all sources together amount to."""
+"""`inferbus config`: the settings as resolved from all sources."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from inferbus.workers.cli.options import Command, settings_of, settings_options
-from inferbus.workers.config import HIDDEN, Option, Settings, hide_userinfo, options
+from inferbus.workers.config import Option, Settings, options
 
 
 @click.command(cls=Command)
@@ -16,9 +16,9 @@ from inferbus.workers.config import HIDDEN, Option, Settings, hide_userinfo, opt
 def config(**flags: Any) -> int:
     """Print the settings as they are resolved.
 
-    What flags, environment and file amount to, as a file would hold it. Secrets are hidden.
+    The result of flags, environment and file, in the form of a file. Secrets are hidden.
     """
-    # Twice: what differs is drawn at random, and must not be written into a file.
+    # Twice: a value that differs is random, and must not be written into a file.
     settings, other = settings_of(dict(flags)), settings_of(dict(flags))
     table = ""
     for option in options():
@@ -30,18 +30,12 @@ def config(**flags: Any) -> int:
         if value is None or value != _value(other, option):
             click.echo(f"# {key} = {'not set' if value is None else 'random'}")
         else:
-            click.echo(f"{key} = {_toml(_shown(option, value))}")
+            click.echo(f"{key} = {_toml(option.shown(value))}")
     return 0
 
 
 def _value(settings: Settings, option: Option) -> Any:
     return getattr(getattr(settings, option.section), option.field)
-
-
-def _shown(option: Option, value: Any) -> Any:
-    if option.secret:
-        return HIDDEN
-    return [hide_userinfo(url) for url in value] if option.field == "urls" else value
 
 
 def _toml(value: Any) -> str:

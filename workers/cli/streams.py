@@ -1,4 +1,4 @@
-"""`inferbus streams`: what JetStream holds, and whether it is as the settings ask for."""
+"""`inferbus streams`: the NATS streams, compared with the settings."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import click
 
 from inferbus.schemas import codec
 from inferbus.workers.cli.options import Command, settings_of, settings_options
-from inferbus.workers.cli.queues import state
-from inferbus.workers.cli.running import EXIT_FAILED, complain, run
+from inferbus.workers.cli.queues import state as queue_state
+from inferbus.workers.cli.running import EXIT_FAILED, print_error, run
 from inferbus.workers.cli.tables import print_table, size, span
 from inferbus.workers.client import Client
 from inferbus.workers.client.operator import Operator
@@ -17,11 +17,11 @@ from inferbus.workers.client.survey import StreamState
 
 
 @click.command(cls=Command)
-@click.option("--adopt", is_flag=True, help="Make what is missing, and raise what is weaker.")
+@click.option("--adopt", is_flag=True, help="Create what is missing, and raise what is weaker.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @settings_options("bus", "streams")
 def streams(adopt: bool, as_json: bool, **flags: Any) -> int:
-    """Show the streams and consumers, and whether they are as the settings ask for.
+    """Show the NATS streams and consumers, compared with the settings.
 
     Exits with 1 if one is missing or weaker. --adopt changes that; it lowers nothing.
     """
@@ -31,27 +31,25 @@ def streams(adopt: bool, as_json: bool, **flags: Any) -> int:
         operator = Operator(client.bus)
         if adopt:
             await operator.adopt(settings)
-        found = await operator.streams(settings)
+        states = await operator.streams(settings)
         if as_json:
-            click.echo(codec.encode(found).decode())
+            click.echo(codec.encode(states).decode())
         else:
-            _print(found)
-        if all(each.fine for each in found):
+            _print(states)
+        if all(each.fine for each in states):
             return 0
-        complain("not all is as these settings ask for; `inferbus streams --adopt` raises it")
+        print_error("some streams are weaker than these settings; `inferbus streams --adopt` raises them")
         return EXIT_FAILED
 
     return run(settings, work)
 
 
-def _print(found: list[StreamState]) -> None:
+def _print(states: list[StreamState]) -> None:
     columns = ("stream", "messages", "bytes", "limit", "age limit", "storage", "copies", "state")
-    print_table(columns, map(_row, found))
-    if unclaimed := sum(each.unclaimed for each in found):
-        click.echo(
-            f"\n{unclaimed} jobs that no consumer gives out: was a worker of their model ever started?"
-        )
-    consumers = [each for stream in found for each in stream.consumers]
+    print_table(columns, map(_row, states))
+    if unclaimed := sum(each.unclaimed for each in states):
+        click.echo(f"\n{unclaimed} jobs that no consumer delivers: was a worker of their model ever started?")
+    consumers = [each for state in states for each in state.consumers]
     if not consumers:
         return
     click.echo()
@@ -61,14 +59,14 @@ def _print(found: list[StreamState]) -> None:
         queue = each.queue
         numbers: tuple[object, ...] = (None,) * 5
         if queue is not None:
-            numbers = (queue.pending, queue.ack_pending, queue.redelivered, queue.waiting, state(queue))
-        whose = "ok" if queue is not None else "not inferbus's"
+            numbers = (queue.pending, queue.ack_pending, queue.redelivered, queue.waiting, queue_state(queue))
+        whose = "ok" if queue is not None else "not of inferbus"
         rows.append((each.consumer, each.stream, *numbers, "; ".join(each.differences) or whose))
     print_table(columns, rows)
 
 
 def _row(each: StreamState) -> tuple[object, ...]:
-    if not each.there:
+    if not each.exists:
         return (each.stream, *(None,) * 6, "missing")
     return (
         each.stream,

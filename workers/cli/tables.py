@@ -1,4 +1,4 @@
-"""Tables, sizes and times on the terminal; names that others chose cannot do anything to it."""
+"""Tables, sizes and times for a terminal, without control characters from foreign names."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*("" if cell is None else plain(str(cell)) for cell in row))
+        table.add_row(*("" if cell is None else printable(str(cell)) for cell in row))
     # A pipe has no width; nothing should be folded there.
     Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 400).print(table)
 
 
-def plain(text: str) -> str:
-    """A text without what a terminal would obey: a job's id may be any text."""
+def printable(text: str) -> str:
+    """A text with control characters escaped: a job's id may be any text."""
     return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
 
 

@@ -5,29 +5,29 @@ See docs/client.md.
 
 from __future__ import annotations
 
-from inferbus.workers.client.assembler import Outcome, Restarted
+from inferbus.workers.client.assembler import FinalStatus, Restarted
 from inferbus.workers.client.client import Client
 from inferbus.workers.client.durable import JobStream
 from inferbus.workers.client.errors import AnswerLost, TimedOut, WorkerLost
-from inferbus.workers.client.jobs import Job
+from inferbus.workers.client.jobs import JobHandle
 from inferbus.workers.client.live import LiveStream
 from inferbus.workers.client.messages import Answer, Chunk, Result
 from inferbus.workers.client.stats import Stats
-from inferbus.workers.client.stream import Stream, text
+from inferbus.workers.client.stream import AnswerStream, text
 
 __all__ = [
     "Answer",
     "AnswerLost",
+    "AnswerStream",
     "Chunk",
     "Client",
-    "Job",
+    "FinalStatus",
+    "JobHandle",
     "JobStream",
     "LiveStream",
-    "Outcome",
     "Restarted",
     "Result",
     "Stats",
-    "Stream",
     "TimedOut",
     "WorkerLost",
     "text",

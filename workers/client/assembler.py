@@ -1,14 +1,13 @@
-"""Puts an answer together from messages that may be lost, doubled, late, or of several attempts.
+"""Assembles an answer from messages that may be lost, duplicated, late, or of several attempts.
 
-Pure: messages go in, events come out, nothing waits. What the user is given is the final attempt's answer,
-once, in order, whatever happened on the way:
+Pure: messages go in, events come out, nothing waits. The user receives the final attempt's answer, once and
+in order:
 
-* chunks come out in the order of `seq`; one that is not there yet holds back what follows, and `missing`
-  tells that it should be fetched from where chunks are stored;
-* a newer attempt supersedes an older one, from its first chunk on. Where that goes on after the older
-  attempt, nothing is visible. Where it starts anew, what it has in common with what was given already is
-  left out; only if it says something else (sampling without a seed) does `Restarted` tell the user to
-  forget what came before;
+* chunks come out in the order of `seq`; a missing one holds back what follows, and `missing` says that it
+  should be read from where chunks are stored;
+* a newer attempt supersedes an older one from its first chunk on. If it continues the older attempt, the user
+  notices nothing. If it starts anew, the part that it has in common with what was delivered is left out; only
+  if it differs (sampling without a seed) does `Restarted` say that everything before is void;
 * the final result replaces whatever is still missing, by the same rule.
 """
 
@@ -19,12 +18,21 @@ import msgspec
 from inferbus.schemas.answers import TokenChunk
 from inferbus.schemas.errors import InferbusError
 from inferbus.schemas.headers import Status
-from inferbus.workers.client.deltas import Diverged, Given, Shown, explode
-from inferbus.workers.client.messages import Chunk, End, Failure, Message, Piece, Result, Whole, error_of
+from inferbus.workers.client.deltas import AnswerSoFar, DeliveredPrefix, Diverged, to_chunks
+from inferbus.workers.client.messages import (
+    AnswerMessage,
+    Chunk,
+    ChunkMessage,
+    EndMark,
+    ErrorMessage,
+    Result,
+    WholeMessage,
+    status_error,
+)
 
 
 class Restarted(msgspec.Struct, frozen=True):
-    """Forget what came before: a newer attempt says something else, and comes from its beginning."""
+    """Everything before is void: a newer attempt differs, and follows from its beginning."""
 
     attempt: int
 
@@ -32,15 +40,15 @@ class Restarted(msgspec.Struct, frozen=True):
 Event = Chunk | Restarted
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class FinalStatus(msgspec.Struct, frozen=True, kw_only=True):
     """How the answer ended.
 
     Attributes:
-        status: As the end mark or the result says.
-        attempt: Which attempt it was.
+        status: From the end mark or the result.
+        attempt: The attempt that ended it.
         error: None for `ok`.
-        worker: Who answered, where that is known.
-        prefill_worker: The prefill worker that served it, where there was one and it is known.
+        worker: The worker that answered, if known.
+        prefill_worker: The prefill worker that served it, if there was one and it is known.
     """
 
     status: Status
@@ -51,30 +59,30 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Attempt:
-    """What is known of one attempt."""
+    """The messages of one attempt."""
 
     def __init__(self) -> None:
-        self.pieces: dict[int, Piece] = {}
-        self.top = -1
-        self.whole: Whole | None = None
-        self.failure: Failure | None = None
-        self.end: End | None = None
+        self.chunks_by_seq: dict[int, ChunkMessage] = {}
+        self.last_seq = -1
+        self.whole: WholeMessage | None = None
+        self.failure: ErrorMessage | None = None
+        self.end: EndMark | None = None
 
-    def add(self, message: Message) -> None:
+    def add(self, message: AnswerMessage) -> None:
         match message:
-            case Piece():
-                self.pieces.setdefault(message.seq, message)
-                self.top = max(self.top, message.seq)
-            case Whole():
+            case ChunkMessage():
+                self.chunks_by_seq.setdefault(message.seq, message)
+                self.last_seq = max(self.last_seq, message.seq)
+            case WholeMessage():
                 self.whole = self.whole or message
-            case Failure():
+            case ErrorMessage():
                 self.failure = self.failure or message
-            case End():
+            case EndMark():
                 self.end = self.end or message
 
 
 class _Segment(msgspec.Struct):
-    """Chunks of one attempt, from its first: that many, or all of them."""
+    """The first `chunks` chunks of an attempt; None: all of them."""
 
     attempt: int
     chunks: int | None = None
@@ -84,173 +92,173 @@ class Assembler:
     """Assembles one answer."""
 
     def __init__(self) -> None:
-        self.given = Given()
-        self.outcome: Outcome | None = None
+        self.delivered = AnswerSoFar()
+        self.final_status: FinalStatus | None = None
         self._attempts: dict[int, _Attempt] = {}
         self._newest = 0
-        # What the newest attempt stands for, once that is known, and the next place in it.
-        self._line: list[_Segment] | None = None
-        self._at = self._seq = 0
-        # What was taken of it; and, while a line repeats what was given, what of that is still to come.
-        self._used: list[_Segment] = []
-        self._shown: Shown | None = None
-        self._count = 0
+        # The chunks that make up the newest attempt's answer, once known, and the position in them.
+        self._lineage: list[_Segment] | None = None
+        self._segment = self._seq = 0
+        # What was consumed of it; while it repeats what was delivered, the rest of that.
+        self._consumed: list[_Segment] = []
+        self._repeated: DeliveredPrefix | None = None
+        self._delivered_count = 0
 
     @property
     def complete(self) -> bool:
-        """Whether there is nothing left to give, and at most the end mark to wait for."""
+        """Whether nothing but the end mark can follow."""
         newest = self._attempts.get(self._newest)
-        return self.outcome is not None or (
+        return self.final_status is not None or (
             newest is not None and (newest.whole is not None or newest.failure is not None)
         )
 
     @property
     def missing(self) -> bool:
-        """Whether a message that should be there is not: it is late, or lost."""
+        """Whether a message is late or lost."""
         newest = self._attempts.get(self._newest)
         if newest is None or self.complete:
             return False
-        if self._line is None or self._at + 1 < len(self._line) or newest.top >= self._seq:
+        if self._lineage is None or self._segment + 1 < len(self._lineage) or newest.last_seq >= self._seq:
             return True
         return newest.end is not None and (newest.end.status != "ok" or newest.end.messages > self._seq)
 
     @property
-    def decided(self) -> bool:
-        """Whether an older attempt than the newest has sent its end mark: then its result is the answer."""
-        return self.outcome is None and any(
+    def older_attempt_ended(self) -> bool:
+        """Whether an attempt before the newest has sent its end mark: then its result is the answer."""
+        return self.final_status is None and any(
             attempt.end is not None for number, attempt in self._attempts.items() if number < self._newest
         )
 
-    def take(self, message: Message) -> list[Event]:
-        """Takes one message, and returns what can be given to the user now."""
-        if self.outcome is not None:
+    def take(self, message: AnswerMessage) -> list[Event]:
+        """Takes one message, and returns the events that the user can receive now."""
+        if self.final_status is not None:
             return []
         self._attempts.setdefault(message.attempt, _Attempt()).add(message)
         if message.attempt > self._newest:
-            self._newest, self._line = message.attempt, None
+            self._newest, self._lineage = message.attempt, None
         newest = self._attempts[self._newest]
         if newest.whole is not None:
-            events = self._replace(explode(newest.whole.answer)) if message is newest.whole else []
+            events = self._replace(to_chunks(newest.whole.answer)) if message is newest.whole else []
         else:
-            events = self._emit() if self._aim() else []
-        self._conclude(newest, events)
+            events = self._deliver_ready() if self._select_lineage() else []
+        self._set_final_status(newest, events)
         return events
 
     def finish(self, result: Result) -> list[Event]:
-        """Ends the answer with its stored result, and returns what of that was not given yet."""
-        if self.outcome is not None:
+        """Ends the answer with its stored result, and returns the part that was not delivered yet."""
+        if self.final_status is not None:
             return []
         self._newest = result.attempt
-        events = [] if result.answer is None else self._replace(explode(result.answer))
-        self.outcome = Outcome(
+        events = [] if result.answer is None else self._replace(to_chunks(result.answer))
+        self.final_status = FinalStatus(
             status=result.status,
             attempt=result.attempt,
-            error=result.error or error_of(result.status),
+            error=result.error or status_error(result.status),
             worker=result.worker,
             prefill_worker=result.prefill_worker,
         )
         return events
 
     def close(self) -> None:
-        """Ends an answer that is complete, but whose end mark was lost."""
+        """Ends an answer that is complete but whose end mark was lost."""
         newest = self._attempts[self._newest]
         error = newest.failure.error if newest.failure else None
         status: Status = "ok" if error is None else "error"
-        self.outcome = self.outcome or Outcome(status=status, attempt=self._newest, error=error)
+        self.final_status = self.final_status or FinalStatus(status=status, attempt=self._newest, error=error)
 
-    def _aim(self) -> bool:
-        """Points at the next chunk that the newest attempt stands for; False while that is unknown."""
-        if self._line is not None:
+    def _select_lineage(self) -> bool:
+        """Finds the position in the newest attempt's answer; False while its first chunk is missing."""
+        if self._lineage is not None:
             return True
-        line = self._lineage(self._newest)
-        if line is None:
+        lineage = self._lineage_of(self._newest)
+        if lineage is None:
             return False
-        if self._used and not _leads(self._used, line):
-            self._shown = self.given.shown()
-            self._used = []
-        self._line = line
-        self._at = max(len(self._used) - 1, 0)
-        self._seq = (self._used[-1].chunks or 0) if self._used else 0
+        if self._consumed and not _is_prefix(self._consumed, lineage):
+            self._repeated = self.delivered.prefix()
+            self._consumed = []
+        self._lineage = lineage
+        self._segment = max(len(self._consumed) - 1, 0)
+        self._seq = (self._consumed[-1].chunks or 0) if self._consumed else 0
         return True
 
-    def _lineage(self, number: int) -> list[_Segment] | None:
-        """The chunks that make the answer as an attempt tells it; None while its first chunk is not here."""
+    def _lineage_of(self, number: int) -> list[_Segment] | None:
+        """The chunks that make up an attempt's answer; None while its first chunk is missing."""
         attempt = self._attempts.get(number)
-        first = attempt and attempt.pieces.get(0)
+        first = attempt and attempt.chunks_by_seq.get(0)
         if not first:
             return None
         after = first.continues
         if after is None or not 0 < after.attempt < number or after.chunks == 0:
             return [_Segment(number)]
-        line = self._lineage(after.attempt)
-        if line is not None:
-            line[-1].chunks = after.chunks
-            line.append(_Segment(number))
-        return line
+        lineage = self._lineage_of(after.attempt)
+        if lineage is not None:
+            lineage[-1].chunks = after.chunks
+            lineage.append(_Segment(number))
+        return lineage
 
-    def _next(self) -> Piece | None:
-        line = self._line or []
-        if line[self._at].chunks == self._seq:
-            self._at, self._seq = self._at + 1, 0
-        return self._attempts[line[self._at].attempt].pieces.get(self._seq)
+    def _next_message(self) -> ChunkMessage | None:
+        lineage = self._lineage or []
+        if lineage[self._segment].chunks == self._seq:
+            self._segment, self._seq = self._segment + 1, 0
+        return self._attempts[lineage[self._segment].attempt].chunks_by_seq.get(self._seq)
 
-    def _emit(self) -> list[Event]:
+    def _deliver_ready(self) -> list[Event]:
         events: list[Event] = []
-        while (piece := self._next()) is not None:
-            self._step(piece)
+        while (message := self._next_message()) is not None:
+            self._advance(message)
             try:
-                chunk = self._shown.trim(piece.chunk) if self._shown else piece.chunk
+                chunk = self._repeated.trim(message.chunk) if self._repeated else message.chunk
             except Diverged:
                 events.append(self._restart())
-                self._used, self._at, self._seq = [], 0, 0
+                self._consumed, self._segment, self._seq = [], 0, 0
                 continue
-            if self._shown and self._shown.covered:
-                self._shown = None
+            if self._repeated and self._repeated.covered:
+                self._repeated = None
             if chunk is not None:
-                events.append(self._give(chunk))
+                events.append(self._deliver(chunk))
         return events
 
-    def _step(self, piece: Piece) -> None:
+    def _advance(self, message: ChunkMessage) -> None:
         self._seq += 1
-        if self._used and self._used[-1].attempt == piece.attempt:
-            self._used[-1].chunks = self._seq
+        if self._consumed and self._consumed[-1].attempt == message.attempt:
+            self._consumed[-1].chunks = self._seq
         else:
-            self._used.append(_Segment(piece.attempt, self._seq))
+            self._consumed.append(_Segment(message.attempt, self._seq))
 
     def _replace(self, chunks: list[Chunk]) -> list[Event]:
-        """Gives what of a whole answer was not given yet."""
+        """Delivers the part of a whole answer that was not delivered yet."""
         new: list[Chunk | None] = list(chunks)
         events: list[Event] = []
-        if self.given:
-            shown = self.given.shown()
+        if self.delivered:
+            prefix = self.delivered.prefix()
             try:
-                new = [shown.trim(chunk) for chunk in chunks]
-                if not shown.covered:
+                new = [prefix.trim(chunk) for chunk in chunks]
+                if not prefix.covered:
                     raise Diverged
             except Diverged:
                 new = list(chunks)
                 events.append(self._restart())
-        self._used = [_Segment(0, 1)]  # No attempt's chunks lead here.
-        return [*events, *(self._give(chunk) for chunk in new if chunk is not None)]
+        self._consumed = [_Segment(0, 1)]  # No attempt's lineage starts with this.
+        return [*events, *(self._deliver(chunk) for chunk in new if chunk is not None)]
 
-    def _conclude(self, newest: _Attempt, events: list[Event]) -> None:
-        """Sets the outcome once nothing can follow."""
+    def _set_final_status(self, newest: _Attempt, events: list[Event]) -> None:
+        """Sets the final status once nothing can follow."""
         end, failure = newest.end, newest.failure
         if end is None:
             if failure is not None and failure.final:
-                self.outcome = Outcome(status="error", attempt=self._newest, error=failure.error)
+                self.final_status = FinalStatus(status="error", attempt=self._newest, error=failure.error)
             return
         error = failure.error if failure is not None else None
         if end.status == "ok":
             if newest.whole is None and not self._at_end(end):
                 return
-            if self._shown is not None:
-                events += self._again()
+            if self._repeated is not None:
+                events += self._restart_from_beginning()
         elif error is None:
             if end.status == "error":
                 return
-            error = error_of(end.status)
-        self.outcome = Outcome(
+            error = status_error(end.status)
+        self.final_status = FinalStatus(
             status=end.status,
             attempt=self._newest,
             error=error,
@@ -258,35 +266,35 @@ class Assembler:
             prefill_worker=end.prefill_worker,
         )
 
-    def _at_end(self, end: End) -> bool:
-        line = self._line
-        return line is not None and self._at == len(line) - 1 and self._seq == end.messages
+    def _at_end(self, end: EndMark) -> bool:
+        lineage = self._lineage
+        return lineage is not None and self._segment == len(lineage) - 1 and self._seq == end.messages
 
-    def _again(self) -> list[Event]:
-        """The answer ended before all that was given had come again: so it is another one."""
-        self._used, self._at, self._seq = [], 0, 0
-        return [self._restart(), *self._emit()]
+    def _restart_from_beginning(self) -> list[Event]:
+        """The answer ended before it had repeated all that was delivered: it differs."""
+        self._consumed, self._segment, self._seq = [], 0, 0
+        return [self._restart(), *self._deliver_ready()]
 
     def _restart(self) -> Restarted:
-        self.given, self._shown, self._count = Given(), None, 0
+        self.delivered, self._repeated, self._delivered_count = AnswerSoFar(), None, 0
         return Restarted(self._newest)
 
-    def _give(self, chunk: Chunk) -> Chunk:
-        """Numbers a chunk by what the user got, which hides attempts."""
-        seq, self._count = self._count, self._count + 1
+    def _deliver(self, chunk: Chunk) -> Chunk:
+        """Numbers a chunk by its position in what the user received, which hides attempts."""
+        seq, self._delivered_count = self._delivered_count, self._delivered_count + 1
         if isinstance(chunk, TokenChunk):
             chunk = chunk if chunk.seq == seq else msgspec.structs.replace(chunk, seq=seq)
         elif chunk.get("seq") != seq:
             chunk = {**chunk, "seq": seq}
-        self.given.add(chunk)
+        self.delivered.add(chunk)
         return chunk
 
 
-def _leads(used: list[_Segment], line: list[_Segment]) -> bool:
-    """Whether what was taken is how a line begins."""
-    if len(used) > len(line):
+def _is_prefix(used: list[_Segment], lineage: list[_Segment]) -> bool:
+    """Whether what was consumed is the beginning of a lineage."""
+    if len(used) > len(lineage):
         return False
-    pairs = list(zip(used, line, strict=False))
+    pairs = list(zip(used, lineage, strict=False))
     if any(mine.attempt != theirs.attempt for mine, theirs in pairs):
         return False
     *whole, (last, there) = pairs

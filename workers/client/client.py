@@ -1,11 +1,11 @@
-"""The client: one connection, one call per kind of request, and durable jobs.
+"""The client: one connection, one method per kind of request, and durable jobs.
 
     async with Client.connect("nats://127.0.0.1:4222") as client:
         async for chunk in client.chat("llama", [{"role": "user", "content": "Hi"}]):
             print(text(chunk), end="")
 
-A live request is sent when the call is made, so that what is wrong with it is raised there; its answer is
-awaited when the stream is read.
+A live request is sent by the call itself, which raises what is wrong with it; its answer is awaited when the
+stream is read.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Final, NamedTuple
 
 import structlog
+from msgspec import UNSET, UnsetType
 
 from inferbus.schemas import codec, headers
 from inferbus.schemas.answers import TokenChunk
@@ -31,12 +32,12 @@ from inferbus.workers.bus.interface import Stored
 from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.client.durable import JobStream
-from inferbus.workers.client.jobs import Job, hand_in, stop
+from inferbus.workers.client.jobs import JobHandle, publish_cancel, publish_job
 from inferbus.workers.client.live import LiveStream
 from inferbus.workers.client.messages import Result
-from inferbus.workers.client.outgoing import Deadline, body_of, checked_id, headers_of
+from inferbus.workers.client.requests import Deadline, checked_id, request_body, request_headers
 from inferbus.workers.client.results import Results
-from inferbus.workers.client.stream import Stream
+from inferbus.workers.client.stream import AnswerStream
 from inferbus.workers.config import BusSettings
 from inferbus.workers.observe import logs
 
@@ -46,26 +47,23 @@ OWNER: Final = "default"
 TIMEOUT: Final = 120.0
 """Seconds of silence after which a live request is given up: long enough for a long prompt."""
 
-CLIENTS: Final = -1.0
-"""Stands for the timeout that the client was made with."""
-
-CLOSING: Final = 1.0
-"""Seconds that subscriptions may take to be left in good order before the connection is closed."""
+CLOSE_TIMEOUT: Final = 1.0
+"""Seconds that `close` waits for subscriptions to end."""
 
 
 class _Options(NamedTuple):
     job_id: str | None
     deadline: Deadline | None
-    timeout: float | None
+    timeout: float | UnsetType | None
     traceparent: str | None
 
 
 class Client:
-    """See the module.
+    """Sends requests over one connection and reads their answers. Made by `connect`.
 
     Attributes:
         bus: The connection.
-        owner: Whose jobs these are.
+        owner: Owner of the jobs.
         content_type: Of requests and answers.
     """
 
@@ -83,9 +81,9 @@ class Client:
         self.content_type = content_type
         self._timeout = timeout
         self._results = Results(bus)
-        self._streams: weakref.WeakSet[Stream[Any]] = weakref.WeakSet()
+        self._streams: weakref.WeakSet[AnswerStream[Any]] = weakref.WeakSet()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._watch = asyncio.create_task(self._tell_of_loss())
+        self._watch = asyncio.create_task(self._end_streams())
 
     @staticmethod
     def connect(
@@ -100,10 +98,10 @@ class Client:
 
         Args:
             target: A URL, several, or settings.
-            owner: Whose jobs these are; NATS permissions may allow only some.
+            owner: Owner of the jobs; NATS permissions may allow only some.
             content_type: `application/json` or `application/msgpack`.
             timeout: Seconds of silence after which a live request is given up; None: never.
-            name: Shown in the server's list of connections.
+            name: Name in the server's list of connections.
 
         Raises:
             BusUnavailable: Nothing answers, or it refuses; when awaited.
@@ -130,7 +128,7 @@ class Client:
         *,
         job_id: str | None = None,
         deadline: Deadline | None = None,
-        timeout: float | None = CLIENTS,
+        timeout: float | UnsetType | None = UNSET,
         traceparent: str | None = None,
         **params: Any,
     ) -> LiveStream[dict[str, Any]]:
@@ -143,7 +141,7 @@ class Client:
             deadline: When the request expires.
             timeout: Seconds of silence after which to give up; None: never; default: the client's.
             traceparent: W3C trace context.
-            params: More of the body: `max_tokens=64`, `stream=False`, …
+            params: Further fields of the body: `max_tokens=64`, `stream=False`, …
 
         Raises:
             PayloadTooLarge: Over the server's limit; nothing was sent.
@@ -158,7 +156,7 @@ class Client:
         *,
         job_id: str | None = None,
         deadline: Deadline | None = None,
-        timeout: float | None = CLIENTS,
+        timeout: float | UnsetType | None = UNSET,
         traceparent: str | None = None,
         **params: Any,
     ) -> LiveStream[dict[str, Any]]:
@@ -173,7 +171,7 @@ class Client:
         *,
         job_id: str | None = None,
         deadline: Deadline | None = None,
-        timeout: float | None = CLIENTS,
+        timeout: float | UnsetType | None = UNSET,
         traceparent: str | None = None,
         **params: Any,
     ) -> LiveStream[TokenChunk]:
@@ -193,8 +191,8 @@ class Client:
         stream: bool = True,
         again: bool = False,
         traceparent: str | None = None,
-    ) -> Job:
-        """Hands in a durable job: stored when this returns, and finished exactly once from then on.
+    ) -> JobHandle:
+        """Submits a durable job: stored when this returns, and finished exactly once from then on.
 
         Args:
             kind: `chat`, `completions` or `tokens`.
@@ -202,7 +200,7 @@ class Client:
             body: The request, as that kind defines it.
             job_id: The job's id; default: random. Submitting the same id again within the server's window
                 returns the job that is there, so an uncertain submission can be repeated.
-            job_class: `interactive` jobs are taken more often than `batch` jobs.
+            job_class: Workers take `interactive` jobs more often than `batch` jobs.
             deadline: When the job expires, also while queued.
             stream: Whether chunks are wanted beside the result.
             again: Submit an id that was submitted before as a new submission, within that window as well.
@@ -214,30 +212,31 @@ class Client:
             BusUnavailable: It was not accepted, or NATS did not say so in time.
         """
         job = checked_id(job_id)
-        found = self._headers(job, deadline, traceparent)
-        # Ids are unique for an owner, but a stream knows only one window for all.
-        found[headers.MSG_ID] = secrets.token_hex(16) if again else f"{escape(self.owner)}.{job}"
+        message_headers = self._headers(job, deadline, traceparent)
+        # Ids are unique per owner, but the NATS stream deduplicates over all owners.
+        message_headers[headers.MSG_ID] = secrets.token_hex(16) if again else f"{escape(self.owner)}.{job}"
         subject = self.bus.subjects.job(model, job_class, self.owner, kind)
-        data = codec.encode(body_of(kind, body, stream=None if stream else False), self.content_type)
-        ack = await hand_in(self.bus, subject, data, found)
-        return Job(id=job, owner=self.owner, submission=ack.sequence, duplicate=ack.duplicate)
+        fields = request_body(kind, body, streamed=None if stream else False)
+        data = codec.encode(fields, self.content_type)
+        ack = await publish_job(self.bus, subject, data, message_headers)
+        return JobHandle(id=job, owner=self.owner, submission=ack.sequence, duplicate=ack.duplicate)
 
-    def stream(self, job: Job | str, *, timeout: float | None = None) -> JobStream:
-        """The stream of a job, from its beginning.
+    def stream(self, job: JobHandle | str, *, timeout: float | None = None) -> JobStream:
+        """The answer to a job, from its beginning.
 
         Args:
             job: From `submit`, or an id: then the newest submission.
             timeout: Seconds of silence after which to give up reading; None: never.
         """
-        stream = JobStream(self.bus, self.job(job), timeout=timeout, spawn=self._spawn)
-        self._streams.add(stream)
-        return stream
+        answer = JobStream(self.bus, self.job(job), timeout=timeout, spawn=self._spawn)
+        self._streams.add(answer)
+        return answer
 
-    async def result(self, job: Job | str, timeout: float | None = None) -> Result:
+    async def result(self, job: JobHandle | str, timeout: float | None = None) -> Result:
         """Waits for a job's result.
 
         Args:
-            job: From `submit`, or an id: then whatever result is stored or comes.
+            job: From `submit`, or an id: then the next result that is stored or arrives.
             timeout: Seconds to wait at most; None: as long as it takes.
 
         Raises:
@@ -249,45 +248,45 @@ class Client:
             raise result.error
         return result
 
-    async def cancel(self, job: Job | str) -> None:
+    async def cancel(self, job: JobHandle | str) -> None:
         """Stops a job wherever it is, also while queued: this submission, or with an id all up to now.
 
         Raises:
             BusUnavailable: The server did not take it.
         """
-        await stop(self.bus, self.job(job))
+        await publish_cancel(self.bus, self.job(job))
 
-    def job(self, job: Job | str) -> Job:
-        """A job by its id."""
-        return job if isinstance(job, Job) else Job(id=checked_id(job), owner=self.owner)
+    def job(self, job: JobHandle | str) -> JobHandle:
+        """The handle of a job that is known by its id."""
+        return job if isinstance(job, JobHandle) else JobHandle(id=checked_id(job), owner=self.owner)
 
     async def workers(self) -> list[WorkerInfo]:
-        """Who is here, by model, role and id.
+        """The announced workers, by model, role and id.
 
         Raises:
             BusUnavailable: JetStream did not answer.
         """
-        found: dict[str, WorkerInfo] = {}
+        announced: dict[str, WorkerInfo] = {}
         for stored in await self._announcements():
-            found.pop(stored.subject, None)
+            announced.pop(stored.subject, None)
             try:
                 info = parse_entry(stored)
             except CallerError:
                 log.warning("client.worker_unreadable", key=stored.subject)
                 continue
             if info is not None:
-                found[stored.subject] = info
-        return sorted(found.values(), key=lambda info: (info.model, info.role, info.worker))
+                announced[stored.subject] = info
+        return sorted(announced.values(), key=lambda info: (info.model, info.role, info.worker))
 
     async def models(self) -> list[str]:
-        """The models that some ready worker answers requests for."""
+        """The models that a ready worker answers requests for."""
         ready = {info.model for info in await self.workers() if info.state == "ready" and info.kinds}
         return sorted(ready)
 
     async def close(self) -> None:
-        """Closes the connection; streams that are still read end with an error."""
+        """Closes the connection; answers that are still read end with an error."""
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=CLOSING)
+            await asyncio.wait(self._tasks, timeout=CLOSE_TIMEOUT)
         await self.bus.close()
         await self._watch
         for task in self._tasks:
@@ -307,7 +306,7 @@ class Client:
         except ApiError as problem:
             if problem.status != NOT_FOUND:
                 raise
-            return []  # No worker has been here yet.
+            return []  # No worker has ever been started.
 
     def _live(
         self,
@@ -317,32 +316,34 @@ class Client:
         options: _Options,
     ) -> LiveStream[Any]:
         job = checked_id(options.job_id)
-        found = self._headers(job, options.deadline, options.traceparent)
-        streams = body.pop("stream", None)
-        data = codec.encode(body_of(kind, body, stream=streams is not False), self.content_type)
-        subject = self.bus.subjects.request(model, kind)
-        patience = self._timeout if options.timeout == CLIENTS else options.timeout
-        stream: LiveStream[Any] = LiveStream(self.bus, job, timeout=patience)
-        stream.send(subject, data, found)
-        self._streams.add(stream)
-        return stream
+        message_headers = self._headers(job, options.deadline, options.traceparent)
+        streamed = body.pop("stream", None) is not False
+        data = codec.encode(request_body(kind, body, streamed=streamed), self.content_type)
+        timeout = self._timeout if isinstance(options.timeout, UnsetType) else options.timeout
+        answer: LiveStream[Any] = LiveStream(self.bus, job, timeout=timeout)
+        answer.send(self.bus.subjects.request(model, kind), data, message_headers)
+        self._streams.add(answer)
+        return answer
 
     def _headers(self, job: str, deadline: Deadline | None, traceparent: str | None) -> dict[str, str]:
-        return headers_of(job, content_type=self.content_type, deadline=deadline, traceparent=traceparent)
+        return request_headers(
+            job, content_type=self.content_type, deadline=deadline, traceparent=traceparent
+        )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _tell_of_loss(self) -> None:
+    async def _end_streams(self) -> None:
+        """Once the connection is closed for good."""
         await self.bus.closed.wait()
         for stream in list(self._streams):
             stream.connection_lost()
 
 
 class Connecting:
-    """A client to be: an awaitable and an async context manager."""
+    """A connection being made: an awaitable and an asynchronous context manager."""
 
     def __init__(self, work: Coroutine[Any, Any, Client]) -> None:
         self._work = work

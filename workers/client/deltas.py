@@ -1,9 +1,9 @@
-"""What chunks add to a choice: put together, taken away, and made of a whole answer.
+"""Merges the deltas of chunks, removes a delivered prefix from them, and converts whole answers.
 
-A choice is an object whose texts and lists grow with every chunk while its other fields are said once.
-That holds for OpenAI's two shapes and for token chunks alike, so one pair of functions serves all:
-`Given.add` puts deltas together, `Shown.trim` leaves of a delta only what was not shown before. The latter
-lets a reader go from one attempt to another, or to the final result, in the middle of a word.
+A choice is an object whose texts and lists grow with every chunk while its other fields are set once. That
+holds for OpenAI's two shapes and for token chunks alike, so one pair of functions serves all:
+`AnswerSoFar.add` merges deltas, and `DeliveredPrefix.trim` removes from a delta what was delivered before.
+The latter lets a reader change from one attempt to another, or to the final result, in the middle of a word.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ _TEXTS: Final = frozenset({"content", "reasoning_content", "refusal", "text", "a
 """Strings that grow."""
 
 _EXACT: Final = "token_ids"
-"""The one list whose items are compared; the others go with it or with a text, item by item."""
+"""The only list whose items are compared; the others are parallel to it or to a text."""
 
 _TOKEN_PLACES: Final = ("job", "attempt", "seq", "usage", "warnings")
 _CHUNK_ONLY: Final = ("seq", "object", "usage", "warnings")
 _INDEXED: Final = "tool_calls"
 _SKIPPED: Final = frozenset({"index"})
 _INSIGNIFICANT: Final = frozenset({"role", "type", "logprobs"})
-"""What a new attempt need not say again for the old one to be covered by it."""
+"""Fields that a new attempt need not repeat."""
 
 
 class Diverged(Exception):
-    """A newer attempt, or the result, says something else than what was shown."""
+    """A newer attempt, or the result, differs from what was delivered."""
 
 
 class _Text(list[str]):
-    """A growing string, in pieces: joining them once keeps a long stream linear."""
+    """A growing string, in pieces: joining them once keeps a long answer linear."""
 
 
-class Given:
-    """What was given to the user, put together."""
+class AnswerSoFar:
+    """What was delivered to the user, merged."""
 
     def __init__(self) -> None:
         self._choices: dict[int, dict[str, Any]] = {}
@@ -54,7 +54,7 @@ class Given:
         frame, choices = _split(chunk)
         if frame.get("usage") is not None:
             self.usage = frame["usage"]
-        # An attempt that goes on after another has warnings of its own.
+        # An attempt that continues another has warnings of its own.
         self.warnings += [text for text in frame.get("warnings") or () if text not in self.warnings]
         self.frame = frame
         for choice in choices:
@@ -64,27 +64,27 @@ class Given:
         """The choices so far, in order; a chat choice has a `delta`."""
         return [_joined(self._choices[index]) for index in sorted(self._choices)]
 
-    def shown(self) -> Shown:
-        """A copy, to be taken away from what follows."""
-        return Shown({choice.get("index", 0): choice for choice in self.choices()})
+    def prefix(self) -> DeliveredPrefix:
+        """A copy, to be removed from what follows."""
+        return DeliveredPrefix({choice.get("index", 0): choice for choice in self.choices()})
 
 
-class Shown:
-    """What the user has seen already of what comes again."""
+class DeliveredPrefix:
+    """The part of a repeated answer that the user has received already."""
 
     def __init__(self, choices: dict[int, dict[str, Any]]) -> None:
         self._rest = choices
 
     @property
     def covered(self) -> bool:
-        """Whether everything that was shown has come again."""
+        """Whether all of it was repeated."""
         return not any(_significant(choice) for choice in self._rest.values())
 
     def trim(self, chunk: Chunk) -> Chunk | None:
-        """What of a chunk is new; None for nothing.
+        """The new part of a chunk; None if nothing is new.
 
         Raises:
-            Diverged: It is not what was shown.
+            Diverged: It differs from what was delivered.
         """
         frame, choices = _split(chunk)
         kept = []
@@ -155,7 +155,7 @@ def _joined(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _trim(node: dict[str, Any], rest: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """What is left of a node once `rest` is taken off it, and whether that is anything; eats of `rest`."""
+    """A node without `rest`, and whether anything is left of it; consumes `rest`."""
     left, new = {}, False
     for key, value in node.items():
         old = rest.get(key)
@@ -201,7 +201,7 @@ def _trim_calls(calls: list[dict[str, Any]], rest: list[dict[str, Any]]) -> list
 
 
 def _significant(node: Any) -> bool:
-    """Whether anything is left that a new attempt must say again."""
+    """Whether anything is left that a new attempt must repeat."""
     if isinstance(node, dict):
         return any(
             _significant(value)
@@ -213,19 +213,19 @@ def _significant(node: Any) -> bool:
     return node is not None and node != ""
 
 
-def whole(given: Given) -> Answer:
-    """The whole answer that chunks amount to, in the shape of an answer that came in one piece."""
-    if "object" not in given.frame:
-        return _whole_tokens(given)
-    frame = {key: value for key, value in given.frame.items() if key not in _CHUNK_ONLY}
-    kind = "chat.completion" if given.frame["object"] == "chat.completion.chunk" else given.frame["object"]
+def to_answer(answer: AnswerSoFar) -> Answer:
+    """The whole answer, in the shape of one that was not streamed."""
+    if "object" not in answer.frame:
+        return _whole_tokens(answer)
+    frame = {key: value for key, value in answer.frame.items() if key not in _CHUNK_ONLY}
+    kind = "chat.completion" if answer.frame["object"] == "chat.completion.chunk" else answer.frame["object"]
     choices = []
-    for choice in given.choices():
+    for choice in answer.choices():
         if "delta" in choice:
             choice["message"] = _message(choice.pop("delta"))
         choices.append(choice)
-    found = {**frame, "object": kind, "choices": choices, "usage": given.usage}
-    return {**found, "warnings": given.warnings} if given.warnings else found
+    whole = {**frame, "object": kind, "choices": choices, "usage": answer.usage}
+    return {**whole, "warnings": answer.warnings} if answer.warnings else whole
 
 
 def _message(delta: dict[str, Any]) -> dict[str, Any]:
@@ -235,19 +235,19 @@ def _message(delta: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-def _whole_tokens(given: Given) -> TokenAnswer:
+def _whole_tokens(answer: AnswerSoFar) -> TokenAnswer:
     nothing = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
     fields = {
-        "job": given.frame.get("job", ""),
-        "attempt": given.frame.get("attempt", 1),
-        "choices": [{"finish_reason": "stop", **choice} for choice in given.choices()],
-        "usage": given.usage or nothing,
-        "warnings": given.warnings,
+        "job": answer.frame.get("job", ""),
+        "attempt": answer.frame.get("attempt", 1),
+        "choices": [{"finish_reason": "stop", **choice} for choice in answer.choices()],
+        "usage": answer.usage or nothing,
+        "warnings": answer.warnings,
     }
     return msgspec.convert(fields, TokenAnswer)
 
 
-def explode(answer: Answer) -> list[Chunk]:
+def to_chunks(answer: Answer) -> list[Chunk]:
     """A whole answer as the chunks of a stream: a choice's content, then its end, then the usage."""
     if isinstance(answer, TokenAnswer):
         return _explode_tokens(answer)

@@ -1,12 +1,13 @@
-"""The stream of a durable job: its chunks as they come, and as they are stored.
+"""The answer to a durable job: its chunks as they arrive, and as they are stored.
 
-A reader subscribes, which is fast, and reads what is stored only where that is not enough: for what came
-before it, for what was lost on the way, and whenever nothing has come for a while. Where chunks are stored
-no more, the final result takes their place.
+A reader subscribes, which is fast, and reads the stored chunks only where that is not enough: for those sent
+before the subscription, for those lost on the way, and after every silence. Where the chunks have expired,
+the final result takes their place.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -15,7 +16,7 @@ import msgspec
 
 from inferbus.schemas.errors import BusUnavailable
 from inferbus.workers.bus.connection.bus import Bus
-from inferbus.workers.bus.connection.message import Message
+from inferbus.workers.bus.connection.message import Callback, Message
 from inferbus.workers.bus.connection.subscription import Subscription
 from inferbus.workers.bus.errors import NOT_FOUND, ApiError, NotPermitted
 from inferbus.workers.bus.interface import Stored
@@ -23,126 +24,147 @@ from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.client.assembler import Event, Restarted
 from inferbus.workers.client.errors import TimedOut
-from inferbus.workers.client.jobs import Job, stop
-from inferbus.workers.client.messages import Chunk, read, submission
-from inferbus.workers.client.results import FIRST_LOOK, LAST_LOOK, Results
-from inferbus.workers.client.stream import Stream
+from inferbus.workers.client.jobs import JobHandle, publish_cancel
+from inferbus.workers.client.messages import Chunk, parse_message, submission_of
+from inferbus.workers.client.results import FIRST_PAUSE, LAST_PAUSE, Results
+from inferbus.workers.client.stream import AnswerStream
 
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
 
 
-class JobStream(Stream[Chunk | Restarted]):
+class JobStream(AnswerStream[Chunk | Restarted]):
     """The answer to a durable job, from its beginning, whenever it is read.
 
-    Leaving it early does not stop the job; `cancel` does.
+    Closing it does not stop the job; `cancel` does.
+
+    Args:
+        bus: The connection.
+        job: Which job.
+        timeout: Seconds of silence after which to give up reading; None: never.
+        spawn: Runs a coroutine in the background.
+        clock: For the times and pauses.
     """
 
     def __init__(
         self,
         bus: Bus,
-        job: Job,
+        job: JobHandle,
         *,
         timeout: float | None,
         spawn: Spawn,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(job.id, clock=clock)
+        arrived: asyncio.Queue[Message | None] = asyncio.Queue()
+        self._chunks = _ChunkSubscription(
+            bus, bus.subjects.stream(job.owner, job.id), arrived.put_nowait, spawn
+        )
+        super().__init__(job.id, arrived, self._chunks.release, clock=clock)
         self._bus = bus
         self._job = job
         self._timeout = timeout
-        self._spawn = spawn
         self._results = Results(bus)
-        self._subject = bus.subjects.stream(job.owner, job.id)
-        self._subscription: Subscription | None = None
-        self._pause = FIRST_LOOK
-        self._next_look = self._heard = self.started
+        self._pause = FIRST_PAUSE
+        self._next_read = self._last_news = self.started
 
     async def _more(self) -> list[Event]:
-        if self._subscription is None:
-            # The queue's method, not one of this object: a stream that nobody holds any more must go.
-            self._subscription = await self._bus.subscribe(self._subject, self._arrived.put_nowait)
-            events = await self._look(first=True)
+        if not self._chunks.active:
+            await self._chunks.start()
+            events = await self._read_stored(first=True)
             self.replayed = bool(events)
             return events
         wait = self._pause
         if self._incomplete:
-            wait = max(self._next_look - self._clock(), 0.0)
+            wait = max(self._next_read - self._clock(), 0.0)
         try:
             message = await self._receive(wait)
         except TimeoutError:
-            return await self._look()
+            return await self._read_stored()
         events = self._take(message)
-        if self._incomplete and self._clock() >= self._next_look:
-            events += await self._look()
+        if self._incomplete and self._clock() >= self._next_read:
+            events += await self._read_stored()
         return events
 
     @property
     def _incomplete(self) -> bool:
-        """Whether something is known to be stored that did not arrive."""
-        return self._assembler.missing or self._assembler.decided
+        """Whether something did not arrive that must be stored by now."""
+        return self._assembler.missing or self._assembler.older_attempt_ended
 
     def _take(self, message: Message | Stored) -> list[Event]:
-        named = submission(message.headers)
-        if named is not None:
+        submission = submission_of(message.headers)
+        if submission is not None:
             if self._job.submission is None:
-                self._job = msgspec.structs.replace(self._job, submission=named)
-            if named != self._job.submission:
+                self._job = msgspec.structs.replace(self._job, submission=submission)
+            if submission != self._job.submission:
                 return []
-        self._heard = self._clock()
-        found = read(message.data, message.headers)
-        return [] if found is None else self._assembler.take(found)
+        self._last_news = self._clock()
+        parsed = parse_message(message.data, message.headers)
+        return [] if parsed is None else self._assembler.take(parsed)
 
-    async def _look(self, *, first: bool = False) -> list[Event]:
-        """Looks at what is stored; less often when that is of no use."""
+    async def _read_stored(self, *, first: bool = False) -> list[Event]:
+        """Reads the stored chunks and the result.
+
+        The pause before the next time doubles while nothing is new.
+        """
         events: list[Event] = []
-        heard = self._heard
+        last_news = self._last_news
         try:
-            events = await self._stored()
+            events = await self._stored_events()
         except BusUnavailable as problem:
-            # Away for now, or for good?
-            fatal = first and self._bus.settled
-            if fatal or self._bus.closed.is_set() or isinstance(problem, NotPermitted):
+            # Only a lasting failure ends the stream.
+            lasting = first and self._bus.settled
+            if lasting or self._bus.closed.is_set() or isinstance(problem, NotPermitted):
                 raise
         if not events:
-            self._heard = heard
-        self._pause = FIRST_LOOK if events else min(self._pause * 2, LAST_LOOK)
-        self._next_look = self._clock() + self._pause
-        if self.outcome is None and self._timeout is not None and self._clock() - self._heard > self._timeout:
+            self._last_news = last_news
+        self._pause = FIRST_PAUSE if events else min(self._pause * 2, LAST_PAUSE)
+        now = self._clock()
+        self._next_read = now + self._pause
+        if self.final_status is None and self._timeout is not None and now - self._last_news > self._timeout:
             raise TimedOut(f"nothing came for {self._timeout:g} s; the job goes on")
         return events
 
-    async def _stored(self) -> list[Event]:
-        history = await self._history()
+    async def _stored_events(self) -> list[Event]:
+        chunks = await self._stored_chunks()
         if self._job.submission is None:
-            newest = max((submission(stored.headers) or 0 for stored in history), default=0)
+            newest = max((submission_of(stored.headers) or 0 for stored in chunks), default=0)
             self._job = msgspec.structs.replace(self._job, submission=newest or None)
-        events = [event for stored in history for event in self._take(stored)]
-        if self.outcome is None and (result := await self._results.find(self._job)) is not None:
+        events = [event for stored in chunks for event in self._take(stored)]
+        if self.final_status is None and (result := await self._results.find(self._job)) is not None:
             events += self._assembler.finish(result)
         return events
 
-    async def _history(self) -> list[Stored]:
+    async def _stored_chunks(self) -> list[Stored]:
         try:
-            return await JetStream(self._bus).read(layout.STREAM, self._subject)
+            return await JetStream(self._bus).read(layout.STREAM, self._chunks.subject)
         except ApiError as problem:
             if problem.status != NOT_FOUND:
                 raise
-            # In the server's memory alone, it goes with the server; the results do not.
+            # A stream in memory is lost when its server restarts; the results are not.
             return []
 
     async def _cancel(self) -> None:
-        await stop(self._bus, self._job)
+        await publish_cancel(self._bus, self._job)
 
-    async def _leave(self) -> None:
-        self._forget()
 
-    def __del__(self) -> None:
-        if not getattr(self, "_left", True):
-            self._left = True
-            self._forget()
+class _ChunkSubscription:
+    """A subscription to a job's chunks, once it is started."""
 
-    def _forget(self) -> None:
-        """In the background: leaving a subscription in good order takes a moment."""
+    def __init__(self, bus: Bus, subject: str, callback: Callback, spawn: Spawn) -> None:
+        self.subject = subject
+        self._bus = bus
+        self._callback = callback
+        self._spawn = spawn
+        self._subscription: Subscription | None = None
+
+    @property
+    def active(self) -> bool:
+        return self._subscription is not None
+
+    async def start(self) -> None:
+        self._subscription = await self._bus.subscribe(self.subject, self._callback)
+
+    def release(self) -> None:
+        """Unsubscribes in the background: that waits for messages on their way."""
         subscription, self._subscription = self._subscription, None
         if subscription is not None and not self._bus.closed.is_set():
             self._spawn(subscription.unsubscribe())

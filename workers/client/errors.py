@@ -1,4 +1,4 @@
-"""What only a client can run into; everything else is `inferbus.schemas.errors`."""
+"""Errors that only a client raises; all others are in `inferbus.schemas.errors`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class TimedOut(InfrastructureError):
 
 
 class WorkerLost(InfrastructureError):
-    """A live answer has stopped, and no worker says that it works on it: the one that did is gone."""
+    """A live answer has stopped, and no worker says that it still has the request."""
 
     code = "worker_lost"
 
 
 class AnswerLost(InfrastructureError):
-    """Part of a live answer was lost on the way, and nothing stores live answers."""
+    """Part of a live answer was lost on the way, and live answers are not stored."""
 
     code = "answer_lost"

@@ -1,4 +1,4 @@
-"""Durable jobs: naming one, handing it in, stopping it."""
+"""Durable jobs: naming, submitting and cancelling one."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.errors import ApiError, NoResponders, StreamFull, SubjectFull
 from inferbus.workers.bus.interface import PubAck
 from inferbus.workers.bus.jetstream.client import JetStream
-from inferbus.workers.client.messages import submission
+from inferbus.workers.client.messages import submission_of
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A submitted job.
+class JobHandle(msgspec.Struct, frozen=True, kw_only=True):
+    """Names a submitted job.
 
     Attributes:
         id: Its id; unique for its owner.
         owner: Who submitted it.
-        submission: The stream sequence of the submission; None for a job that is known by its id alone.
+        submission: The submission's sequence in the NATS stream; None for a job that is known by its id
+            alone.
         duplicate: Whether it had been submitted before, and this submission was dropped.
     """
 
@@ -30,13 +31,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     submission: int | None = None
     duplicate: bool = False
 
-    def answered_by(self, found: Mapping[str, str]) -> bool:
-        """Whether a message is for this job: not for an earlier submission under the same id."""
-        named = submission(found)
-        return self.submission is None or named is None or named >= self.submission
+    def matches(self, message_headers: Mapping[str, str]) -> bool:
+        """Whether a message belongs to this submission, not to an earlier one of the same id."""
+        submission = submission_of(message_headers)
+        return self.submission is None or submission is None or submission >= self.submission
 
 
-async def hand_in(bus: Bus, subject: str, data: bytes, found: Mapping[str, str]) -> PubAck:
+async def publish_job(bus: Bus, subject: str, data: bytes, message_headers: Mapping[str, str]) -> PubAck:
     """Stores a job.
 
     It is sent again where no acknowledgement comes; its `Nats-Msg-Id` keeps it from being stored twice.
@@ -44,10 +45,10 @@ async def hand_in(bus: Bus, subject: str, data: bytes, found: Mapping[str, str])
     Raises:
         PayloadTooLarge: Over the server's limit; nothing was sent.
         Overloaded: The queue is full, or this owner's part of it; try again later.
-        BusUnavailable: No stream took it: it was not accepted; or NATS did not say so.
+        BusUnavailable: No NATS stream accepted it, or the acknowledgement did not arrive.
     """
     try:
-        return await JetStream(bus).store(subject, data, found, resend=True)
+        return await JetStream(bus).store(subject, data, message_headers, resend=True)
     except NoResponders:
         raise BusUnavailable("no stream takes jobs: has a worker been started?") from None
     except SubjectFull:
@@ -58,11 +59,11 @@ async def hand_in(bus: Bus, subject: str, data: bytes, found: Mapping[str, str])
         raise BusUnavailable(f"the job was not accepted: {error.description}") from None
 
 
-async def stop(bus: Bus, job: Job) -> None:
+async def publish_cancel(bus: Bus, job: JobHandle) -> None:
     """Asks for a job to be stopped wherever it is, also while it is queued.
 
     Raises:
         BusUnavailable: The server did not take it.
     """
-    aim = {} if job.submission is None else {headers.SUBMISSION: str(job.submission)}
-    await JetStream(bus).store(bus.subjects.cancel(job.owner, job.id), b"", aim)
+    only = {} if job.submission is None else {headers.SUBMISSION: str(job.submission)}
+    await JetStream(bus).store(bus.subjects.cancel(job.owner, job.id), b"", only)

@@ -1,8 +1,7 @@
-"""What one message of an answer says, read from its body and headers.
+"""Parses the messages of an answer: body and headers into structs.
 
-Kind and content type are seen from the bytes: a JSON object starts with `{`, which no MessagePack map
-does, and the shapes of the contract exclude each other. So a stream can be read by someone who knows
-nothing but a job's id.
+Content type and kind follow from the bytes: a JSON object starts with `{`, which no MessagePack map does, and
+the shapes of the contract exclude each other. So an answer can be read with nothing but a job's id.
 """
 
 from __future__ import annotations
@@ -32,20 +31,21 @@ Chunk = dict[str, Any] | TokenChunk
 """One chunk: OpenAI's object for `chat` and `completions`, a struct for `tokens`."""
 
 Answer = dict[str, Any] | TokenAnswer
-"""A whole answer, likewise."""
+"""A whole answer: OpenAI's object for `chat` and `completions`, a struct for `tokens`."""
 
 _STATUSES: Final[dict[str, Status]] = {status: status for status in get_args(Status)}
 _NO_RESPONDERS: Final = "503"
 
 
-class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A chunk and its place.
+class ChunkMessage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A chunk and its position.
 
     Attributes:
         attempt: From 1.
         seq: From 0 within the attempt.
-        chunk: What it adds.
-        continues: On an attempt's first chunk, where that goes on after an older attempt.
+        chunk: The content.
+        continues: On the first chunk of an attempt that continues an older one: which, and after how many
+            chunks.
     """
 
     attempt: int
@@ -54,29 +54,29 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     continues: Continuation | None = None
 
 
-class Whole(msgspec.Struct, frozen=True, kw_only=True):
+class WholeMessage(msgspec.Struct, frozen=True, kw_only=True):
     """An answer in one piece."""
 
     attempt: int
     answer: Answer
 
 
-class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt's error; it is the answer. After a `final` one no end mark comes."""
+class ErrorMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt's error, which is its answer. No end mark follows a `final` one."""
 
     attempt: int
     error: InferbusError
     final: bool = False
 
 
-class End(msgspec.Struct, frozen=True, kw_only=True):
+class EndMark(msgspec.Struct, frozen=True, kw_only=True):
     """The end mark.
 
     Attributes:
-        attempt: Whose end it is.
+        attempt: The attempt that has ended.
         status: How it ended.
-        messages: How many messages the attempt sent before.
-        worker: Who answered.
+        messages: Number of messages that the attempt sent before.
+        worker: The worker that answered.
         prefill_worker: The prefill worker that served it, if one did.
     """
 
@@ -87,7 +87,7 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
     prefill_worker: str | None = None
 
 
-Message = Piece | Whole | Failure | End
+AnswerMessage = ChunkMessage | WholeMessage | ErrorMessage | EndMark
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,65 +102,65 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     error: InferbusError | None = None
 
 
-def read(data: bytes, found: Mapping[str, str] | None) -> Message | None:
-    """The message, or None for one that is of no concern here, such as the event of a coming retry.
+def parse_message(data: bytes, message_headers: Mapping[str, str] | None) -> AnswerMessage | None:
+    """The message, or None for one without content, such as the announcement of a retry.
 
     Raises:
         InternalError: The body is not of the contract.
     """
-    found = found or {}
+    values = message_headers or {}
     if not data:
-        return _end(found)
+        return _end(values)
     fields = _fields(data)
     attempt = fields.get("attempt")
     if not isinstance(attempt, int):
-        attempt = headers.number(found, headers.ATTEMPT) or 1
+        attempt = headers.number(values, headers.ATTEMPT) or 1
     if isinstance(fields.get("error"), dict):
-        return Failure(attempt=attempt, error=_error(fields["error"]))
+        return ErrorMessage(attempt=attempt, error=_error(fields["error"]))
     if isinstance(fields.get("seq"), int):
-        return Piece(
+        return ChunkMessage(
             attempt=attempt,
             seq=fields["seq"],
             chunk=_chunk(fields),
-            continues=headers.parse_continues(found),
+            continues=headers.parse_continues(values),
         )
     if "choices" in fields:
         # Token answers have no `object`, which OpenAI's always have.
         answer = _checked(fields, "message") if "object" in fields else _convert(fields, TokenAnswer)
-        return Whole(attempt=attempt, answer=answer)
+        return WholeMessage(attempt=attempt, answer=answer)
     return None
 
 
-def read_result(data: bytes, found: Mapping[str, str] | None) -> Result:
+def parse_result(data: bytes, message_headers: Mapping[str, str] | None) -> Result:
     """The stored result of a durable job.
 
     Raises:
         InternalError: It is not of the contract.
     """
-    found = found or {}
-    message = read(data, found)
-    if not isinstance(message, Whole | Failure):
+    values = message_headers or {}
+    message = parse_message(data, values)
+    if not isinstance(message, WholeMessage | ErrorMessage):
         raise InternalError("the stored result is not of the contract")
-    error = message.error if isinstance(message, Failure) else None
-    status = _STATUSES.get(found.get(headers.STATUS, ""), "ok" if error is None else "error")
+    error = message.error if isinstance(message, ErrorMessage) else None
+    status = _STATUSES.get(values.get(headers.STATUS, ""), "ok" if error is None else "error")
     return Result(
         attempt=message.attempt,
         status=status,
-        submission=submission(found),
-        worker=found.get(headers.WORKER),
-        prefill_worker=found.get(headers.PREFILL_WORKER),
-        answer=message.answer if isinstance(message, Whole) else None,
+        submission=submission_of(values),
+        worker=values.get(headers.WORKER),
+        prefill_worker=values.get(headers.PREFILL_WORKER),
+        answer=message.answer if isinstance(message, WholeMessage) else None,
         error=error,
     )
 
 
-def submission(found: Mapping[str, str] | None) -> int | None:
-    """The submission that a message answers, where it says so."""
-    return headers.number(found, headers.SUBMISSION)
+def submission_of(message_headers: Mapping[str, str] | None) -> int | None:
+    """The submission that a message belongs to, from its headers."""
+    return headers.number(message_headers, headers.SUBMISSION)
 
 
-def error_of(status: Status) -> InferbusError | None:
-    """The error of a status, for an end mark whose error message was lost or never sent."""
+def status_error(status: Status) -> InferbusError | None:
+    """The error that stands for a status whose error message was lost or never sent."""
     if status == "ok":
         return None
     if status == "cancelled":
@@ -170,19 +170,19 @@ def error_of(status: Status) -> InferbusError | None:
     return InternalError("the request failed, and the message that says why was lost")
 
 
-def _end(found: Mapping[str, str]) -> Message | None:
-    if found.get("Status") == _NO_RESPONDERS:
+def _end(values: Mapping[str, str]) -> AnswerMessage | None:
+    if values.get("Status") == _NO_RESPONDERS:
         problem = NoWorker("nobody serves this model and kind at the moment")
-        return Failure(attempt=1, error=problem, final=True)
-    status = _STATUSES.get(found.get(headers.STATUS, ""))
+        return ErrorMessage(attempt=1, error=problem, final=True)
+    status = _STATUSES.get(values.get(headers.STATUS, ""))
     if status is None:
         return None
-    return End(
-        attempt=headers.number(found, headers.ATTEMPT) or 1,
+    return EndMark(
+        attempt=headers.number(values, headers.ATTEMPT) or 1,
         status=status,
-        messages=headers.number(found, headers.CHUNKS) or 0,
-        worker=found.get(headers.WORKER),
-        prefill_worker=found.get(headers.PREFILL_WORKER),
+        messages=headers.number(values, headers.CHUNKS) or 0,
+        worker=values.get(headers.WORKER),
+        prefill_worker=values.get(headers.PREFILL_WORKER),
     )
 
 
@@ -205,7 +205,7 @@ def _chunk(fields: dict[str, Any]) -> Chunk:
 
 
 def _checked(fields: dict[str, Any], content: str) -> dict[str, Any]:
-    """An object with choices that can be worked with."""
+    """An object whose choices have the shape of the contract."""
     choices = fields["choices"]
     if not isinstance(choices, list) or not all(
         isinstance(choice, dict)

@@ -1,11 +1,11 @@
-"""What an operator can do: see to dead letters, look into the queues, pause them, compare streams.
+"""What an operator does: list and replay dead letters, inspect and pause queues, compare NATS streams.
 
     async with Client.connect(url) as client:
         operator = Operator(client.bus)
-        async for letter in operator.letters(model="llama"):
+        async for letter in operator.dead_letters(model="llama"):
             await operator.replay(letter.letter)
 
-None of these need a worker, and none of them take a job from one.
+None of this needs a worker, or takes a job from one.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from inferbus.workers.bus.errors import CONSUMER_NOT_FOUND, NOT_FOUND, ApiError
 from inferbus.workers.bus.interface import Stored
 from inferbus.workers.bus.jetstream import browse, layout
 from inferbus.workers.bus.jetstream.client import JetStream
-from inferbus.workers.client.jobs import Job, hand_in, stop
-from inferbus.workers.client.messages import read_result, submission
+from inferbus.workers.client.jobs import JobHandle, publish_cancel, publish_job
+from inferbus.workers.client.messages import parse_result, submission_of
 from inferbus.workers.client.records import (
     NO_END,
     CancelMark,
-    Ending,
+    DeadLetter,
     JobReport,
-    Letter,
     Queue,
     QueuedJob,
+    ResultSummary,
     job_address,
     job_id,
 )
 from inferbus.workers.client.survey import StreamState, adopt, survey
 from inferbus.workers.config import Settings
 
-_LETTERS_OWN: Final = frozenset(
+_DEAD_LETTER_HEADERS: Final = frozenset(
     {
         headers.REASON,
         headers.DETAIL,
@@ -50,10 +50,10 @@ _LETTERS_OWN: Final = frozenset(
         headers.WORKER,
     }
 )
-"""What a dead letter has beside the headers of its job."""
+"""Headers that a dead letter has in addition to those of its job."""
 
-_SERVERS: Final = "nats-"
-"""Headers that were meant for the server when the job was submitted: its id, what it expected to be there."""
+_SERVER_PREFIX: Final = "nats-"
+"""Prefix of headers that instructed the server when the job was submitted, such as `Nats-Msg-Id`."""
 
 
 class Replayed(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,16 +62,16 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         letter: Its sequence.
         job: The job, as it is queued now.
-        before: Whether it had been queued before, by a replay that did not come to its end.
+        before: Whether an interrupted replay had queued it before.
     """
 
     letter: int
-    job: Job
+    job: JobHandle
     before: bool
 
 
 class Operator:
-    """See the module.
+    """Operates the queues of one NATS server.
 
     Args:
         bus: The connection; its user needs more permissions than that of a client (docs/operating.md).
@@ -80,8 +80,8 @@ class Operator:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
 
-    async def letters(self, *, model: str | None = None) -> AsyncIterator[Letter]:
-        """The dead letters that are there now, oldest first.
+    async def dead_letters(self, *, model: str | None = None) -> AsyncIterator[DeadLetter]:
+        """The dead letters stored now, oldest first.
 
         Raises:
             BusUnavailable: JetStream is off, has no such stream, or may not be asked; says which.
@@ -90,23 +90,23 @@ class Operator:
         now, last = browse.server_time(info), info["state"]["last_seq"]
         async for page, _ in browse.pages(self._bus, layout.DEAD, self._dead(model)):
             for stored in page:
-                # Not one that was written since: a job that dies at once would be replayed for ever.
+                # Letters written since then are skipped: a job that fails at once would be replayed for ever.
                 if stored.sequence > last:
                     return
-                yield Letter.of(stored, self._bus.subjects, now)
+                yield DeadLetter.of(stored, self._bus.subjects, now)
 
-    async def letter(self, sequence: int) -> tuple[Letter, Stored] | None:
-        """One dead letter, and the message that it is: all its headers, and the body of its job."""
+    async def dead_letter(self, sequence: int) -> tuple[DeadLetter, Stored] | None:
+        """One dead letter, and its message with all headers and the job's body."""
         stored = await browse.get(self._bus, layout.DEAD, sequence)
         if stored is None:
             return None
-        return Letter.of(stored, self._bus.subjects, dt.datetime.now(dt.UTC)), stored
+        return DeadLetter.of(stored, self._bus.subjects, dt.datetime.now(dt.UTC)), stored
 
     async def replay(self, sequence: int, *, deadline: bool = True) -> Replayed | None:
         """Queues the job of a dead letter again, as a new submission under its old id; removes the letter.
 
-        In this order, and under a message id of the letter's own: a replay that was interrupted between the
-        two may be repeated within the stream's window (`streams.duplicate_window`), and queues nothing twice.
+        In this order, and under a message id that is derived from the letter: a replay that was interrupted
+        between the two may be repeated within `streams.duplicate_window`, and queues nothing twice.
 
         Args:
             sequence: The letter.
@@ -125,43 +125,41 @@ class Operator:
         subject = stored.headers.get(headers.SUBJECT, "")
         address = job_address(subject, self._bus.subjects)
         if address is None:
-            # Whoever may write letters must not have an operator publish anywhere else.
+            # Other programs may write letters: a replay must not publish to any subject of their choice.
             raise InvalidSubject(f"dead letter {sequence} does not say which job's subject it came from")
-        found = _as_submitted(stored, deadline=deadline)
-        ack = await hand_in(self._bus, subject, stored.data, found)
+        message_headers = _as_submitted(stored, deadline=deadline)
+        ack = await publish_job(self._bus, subject, stored.data, message_headers)
         try:
             await self.discard(sequence)
         except BusUnavailable as error:
             raise BusUnavailable(
-                f"dead letter {sequence} was replayed as submission {ack.sequence} "
-                f"but not removed: {error.message}"
+                f"dead letter {sequence} was replayed as submission {ack.sequence} but not removed: "
+                f"{error.message}"
             ) from error
-        name = found.get(headers.JOB_ID) or found[headers.MSG_ID]
-        job = Job(id=name, owner=address.owner, submission=ack.sequence)
+        name = message_headers.get(headers.JOB_ID) or message_headers[headers.MSG_ID]
+        job = JobHandle(id=name, owner=address.owner, submission=ack.sequence)
         return Replayed(letter=sequence, job=job, before=ack.duplicate)
 
     async def discard(self, sequence: int) -> bool:
-        """Removes a dead letter for good; whether it was there."""
+        """Removes a dead letter for good; returns whether it was stored."""
         return await browse.remove(self._bus, layout.DEAD, sequence)
 
     async def discard_all(self, *, model: str | None = None) -> int:
-        """Removes all dead letters that are there now for good; returns how many."""
+        """Removes all dead letters stored now for good; returns how many."""
         info = await browse.stream_info(self._bus, layout.DEAD)
         return await browse.purge(self._bus, layout.DEAD, self._dead(model), until=info["state"]["last_seq"])
 
     async def queues(self, *, model: str | None = None, job_class: JobClass | None = None) -> list[Queue]:
-        """The queues of every model and class that a worker has ever served here.
+        """The queues of every model and class that a worker has ever served.
 
         Raises:
             BusUnavailable: JetStream is off, has no such stream, or may not be asked; says which.
         """
-        found = [
-            Queue.of(info, self._bus.subjects) for info in await browse.consumers(self._bus, layout.JOBS)
-        ]
+        infos = await browse.consumers(self._bus, layout.JOBS)
         return [
-            each
-            for each in found
-            if each is not None and model in (None, each.model) and job_class in (None, each.job_class)
+            queue
+            for queue in (Queue.of(info, self._bus.subjects) for info in infos)
+            if queue is not None and model in (None, queue.model) and job_class in (None, queue.job_class)
         ]
 
     async def jobs(
@@ -175,10 +173,10 @@ class Operator:
         """Jobs that have not ended, oldest first, and the number of further ones.
 
         Args:
-            model: Of this model.
-            job_class: Of this class.
-            owner: Of this owner.
-            most: No more than this; the server sends their bodies along.
+            model: Only of this model.
+            job_class: Only of this class.
+            owner: Only of this owner.
+            most: Maximum number; the server sends the bodies too.
 
         Raises:
             BusUnavailable: JetStream is off, has no such stream, or may not be asked; says which.
@@ -187,15 +185,15 @@ class Operator:
         queues = await self.queues(model=model, job_class=job_class)
         tokens = [escape(each) if each else "*" for each in (model, job_class, owner)]
         subject = f"{self._bus.subjects.all('jobs').removesuffix('>')}{'.'.join(tokens)}.*"
-        found: list[QueuedJob] = []
+        jobs: list[QueuedJob] = []
         further = 0
         async for page, beyond in browse.pages(self._bus, layout.JOBS, subject, most=most):
-            found.extend(self._queued(page, queues, browse.server_time(info)))
+            jobs.extend(self._queued(page, queues, browse.server_time(info)))
             further = beyond
-        return found, further
+        return jobs, further
 
     async def job(self, owner: str, name: str) -> JobReport:
-        """All that is known of one job.
+        """Everything that is stored about one job.
 
         Raises:
             BusUnavailable: JetStream is off, or may not be asked; says which.
@@ -205,14 +203,14 @@ class Operator:
         result = await self._last(layout.RESULTS, subjects.result(owner, name))
         mark = await self._last(layout.CANCEL, subjects.cancel(owner, name))
         chunk = await self._last(layout.STREAM, subjects.stream(owner, name))
-        letters = [each async for each in self.letters() if (each.owner, each.job) == (owner, name)]
+        letters = [each async for each in self.dead_letters() if (each.owner, each.job) == (owner, name)]
         newest = max((each.submission for each in queued), default=None)
         traces = [stored.headers for stored in (result, chunk) if stored is not None]
         attempts = [
-            headers.number(found, headers.ATTEMPT) or 0
-            for found in traces
-            # Of what is queued now, where that is anything: an older submission counted for itself.
-            if newest is None or submission(found) == newest
+            headers.number(message_headers, headers.ATTEMPT) or 0
+            for message_headers in traces
+            # Where a submission is queued, only its own attempts count.
+            if newest is None or submission_of(message_headers) == newest
         ]
         if newest is None:
             attempts += [each.attempts or 0 for each in letters]
@@ -220,28 +218,28 @@ class Operator:
             owner=owner,
             job=name,
             queued=queued,
-            result=None if result is None else _ending(result),
+            result=None if result is None else _summary(result),
             cancel=None if mark is None else _mark(mark),
             letters=letters,
             attempts=max(attempts, default=0) or None,
         )
 
     async def cancel(self, owner: str, name: str) -> None:
-        """Stops every submission of a job that is there by now."""
-        await stop(self._bus, Job(id=name, owner=owner))
+        """Stops every submission of a job up to now."""
+        await publish_cancel(self._bus, JobHandle(id=name, owner=owner))
 
     async def pause(
         self, model: str, *, job_class: JobClass | None = None, seconds: float | None = None
     ) -> list[Queue]:
-        """Has no job of a model be given out; those that run go on, and so do live requests.
+        """Stops the delivery of a model's jobs; running jobs and live requests go on.
 
         Args:
-            model: This model.
+            model: Of the jobs.
             job_class: Only of this class.
-            seconds: For so long; None: until `resume`.
+            seconds: Length of the pause; None: until `resume`.
 
         Returns:
-            Its queues, as they are now.
+            Its queues afterwards.
 
         Raises:
             BusUnavailable: There is no such queue, or the server does not allow it.
@@ -251,11 +249,11 @@ class Operator:
         return await self._pause(model, job_class, dt.timedelta(seconds=seconds))
 
     async def resume(self, model: str, *, job_class: JobClass | None = None) -> list[Queue]:
-        """Has the jobs of a model be given out again; arguments as for `pause`."""
+        """Resumes the delivery of a model's jobs; arguments as for `pause`."""
         return await self._pause(model, job_class, None)
 
     async def streams(self, settings: Settings) -> list[StreamState]:
-        """Every stream of the contract, and whether it and its consumers are as these settings ask for.
+        """Every NATS stream of the contract, compared with these settings, its consumers too.
 
         Raises:
             BusUnavailable: JetStream is off, or may not be asked; says which.
@@ -263,7 +261,7 @@ class Operator:
         return await survey(self._bus, settings)
 
     async def adopt(self, settings: Settings) -> None:
-        """Makes the streams that are missing, and raises what is weaker than asked for; lowers nothing.
+        """Creates missing NATS streams, and raises settings that are weaker; lowers nothing.
 
         Raises:
             BusUnavailable: The server refuses a change, or may not be asked; says which.
@@ -276,12 +274,12 @@ class Operator:
 
     def _queued(self, page: list[Stored], queues: list[Queue], now: dt.datetime) -> list[QueuedJob]:
         delivered = {(each.model, each.job_class): each.delivered for each in queues}
-        found = []
+        jobs = []
         for stored in page:
             address = job_address(stored.subject, self._bus.subjects)
             if address is None:
-                continue  # The next worker that gets it throws it away.
-            found.append(
+                continue  # Not a job: the next worker that receives it discards it.
+            jobs.append(
                 QueuedJob(
                     submission=stored.sequence,
                     job=job_id(stored),
@@ -292,11 +290,11 @@ class Operator:
                     submitted=stored.time,
                     age=(now - stored.time).total_seconds(),
                     size=len(stored.data),
-                    # A job that has ended is not in the stream any more.
+                    # A job that has ended is not in the NATS stream any more.
                     taken=stored.sequence <= delivered.get((address.model, address.job_class), 0),
                 )
             )
-        return found
+        return jobs
 
     async def _last(self, stream: str, subject: str) -> Stored | None:
         try:
@@ -309,52 +307,52 @@ class Operator:
     async def _pause(self, model: str, job_class: JobClass | None, span: dt.timedelta | None) -> list[Queue]:
         names = [layout.durable(model, each) for each in CLASSES if job_class in (None, each)]
         infos = await browse.consumers(self._bus, layout.JOBS)
-        there = [info for info in infos if info["name"] in names]
-        if not there:
+        paused = [info for info in infos if info["name"] in names]
+        if not paused:
             raise ApiError(
                 f"no worker has ever served {job_class or 'durable'} jobs of {model}: there is no queue",
                 status=NOT_FOUND,
                 err_code=CONSUMER_NOT_FOUND,
             )
-        for info in there:
+        for info in paused:
             until = None if span is None else browse.server_time(info) + span
             await browse.pause(self._bus, layout.JOBS, info["name"], until)
         return [each for each in await self.queues(model=model) if each.consumer in names]
 
 
 def _as_submitted(letter: Stored, *, deadline: bool) -> dict[str, str]:
-    """The headers of a dead letter's job, with a message id that every replay of this letter has.
+    """The headers of a dead letter's job, with a message id that is the same for every replay of this letter.
 
-    The letter's time is part of it: its number alone could be guessed, and whoever may submit jobs could use
-    the id up before; and it begins anew with the stream.
+    The letter's time is part of it: its sequence alone could be guessed and the id used up by anyone who may
+    submit jobs, and sequences start again with a new NATS stream.
     """
-    found = {
+    message_headers = {
         name: value
         for name, value in letter.headers.items()
-        if name not in _LETTERS_OWN and not name.lower().startswith(_SERVERS)
+        if name not in _DEAD_LETTER_HEADERS and not name.lower().startswith(_SERVER_PREFIX)
     }
     if not deadline:
-        found.pop(headers.DEADLINE, None)
-    found[headers.MSG_ID] = f"replay-{letter.sequence}-{letter.time.timestamp():.6f}"
-    return found
+        message_headers.pop(headers.DEADLINE, None)
+    message_headers[headers.MSG_ID] = f"replay-{letter.sequence}-{letter.time.timestamp():.6f}"
+    return message_headers
 
 
-def _ending(result: Stored) -> Ending:
-    found: Mapping[str, str] = result.headers
+def _summary(result: Stored) -> ResultSummary:
+    message_headers: Mapping[str, str] = result.headers
     try:
-        read = read_result(result.data, found)
-        status, problem = read.status, read.error
+        parsed = parse_result(result.data, message_headers)
+        status, problem = parsed.status, parsed.error
     except InferbusError as error:
         status, problem = None, error
-    return Ending(
+    return ResultSummary(
         status=status,
         code=None if problem is None else problem.code,
-        attempt=headers.number(found, headers.ATTEMPT),
-        worker=found.get(headers.WORKER),
-        submission=submission(found),
+        attempt=headers.number(message_headers, headers.ATTEMPT),
+        worker=message_headers.get(headers.WORKER),
+        submission=submission_of(message_headers),
         stored=result.time,
     )
 
 
 def _mark(stored: Stored) -> CancelMark:
-    return CancelMark(asked=stored.time, submission=submission(stored.headers))
+    return CancelMark(requested=stored.time, submission=submission_of(stored.headers))

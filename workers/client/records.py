@@ -1,4 +1,4 @@
-"""What an operator sees: dead letters, queued jobs, queues. No request content in any of them."""
+"""What an operator sees: dead letters, queued jobs, queues. None of them holds request content."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from inferbus.workers.bus.interface import Stored
 from inferbus.workers.bus.jetstream.client import parse_time
 
 NO_END: Final = dt.timedelta(days=3650)
-"""How long a pause without an end is asked for; one that is a year or more away counts as such."""
+"""The length of a pause without an end: the server requires a moment."""
 
 
-class Letter(msgspec.Struct, frozen=True, kw_only=True):
+class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
     """A dead letter, without the body of its job.
 
     Attributes:
-        letter: Its sequence, by which it is named.
+        letter: Its sequence, which names it.
         died: When it was written.
         age: Seconds since then.
         model: Of the job.
         kind: Of the job.
-        owner: Of the job; None, like all of these, where the letter does not say it.
+        owner: Of the job; None, as for all of these, where the letter does not say.
         job: The job's id.
         job_class: Of the job.
         code: The last error's.
         reason: The last error's message.
         attempts: How many there were.
-        worker: Who gave up.
+        worker: The worker of the last attempt.
         submission: The job's sequence in the queue.
-        deadline: The job's, as its header says it.
-        subject: Where the job came on, and goes when it is replayed.
+        deadline: Of the job, as in its header.
+        subject: Of the job, also when it is replayed.
         size: Of the job's body.
     """
 
@@ -59,10 +59,10 @@ class Letter(msgspec.Struct, frozen=True, kw_only=True):
     size: int
 
     @classmethod
-    def of(cls, stored: Stored, subjects: Subjects, now: dt.datetime) -> Letter:
-        """A letter as it is stored; who may write letters may write nonsense, so nothing is relied on."""
-        found = stored.headers
-        address = job_address(found.get(headers.SUBJECT, ""), subjects)
+    def of(cls, stored: Stored, subjects: Subjects, now: dt.datetime) -> DeadLetter:
+        """A dead letter as stored. Its content is not trusted: other programs may have written it."""
+        message_headers = stored.headers
+        address = job_address(message_headers.get(headers.SUBJECT, ""), subjects)
         model, kind = _last_tokens(stored.subject)
         return cls(
             letter=stored.sequence,
@@ -71,15 +71,15 @@ class Letter(msgspec.Struct, frozen=True, kw_only=True):
             model=address.model if address else model,
             kind=address.kind if address else kind,
             owner=address.owner if address else None,
-            job=found.get(headers.JOB_ID),
+            job=message_headers.get(headers.JOB_ID),
             job_class=address.job_class if address else None,
-            code=found.get(headers.REASON),
-            reason=found.get(headers.DETAIL),
-            attempts=headers.number(found, headers.ATTEMPT),
-            worker=found.get(headers.WORKER),
-            submission=headers.number(found, headers.SUBMISSION),
-            deadline=found.get(headers.DEADLINE),
-            subject=found.get(headers.SUBJECT),
+            code=message_headers.get(headers.REASON),
+            reason=message_headers.get(headers.DETAIL),
+            attempts=headers.number(message_headers, headers.ATTEMPT),
+            worker=message_headers.get(headers.WORKER),
+            submission=headers.number(message_headers, headers.SUBMISSION),
+            deadline=message_headers.get(headers.DEADLINE),
+            subject=message_headers.get(headers.SUBJECT),
             size=len(stored.data),
         )
 
@@ -97,8 +97,7 @@ class QueuedJob(msgspec.Struct, frozen=True, kw_only=True):
         submitted: When the server stored it.
         age: Seconds since then.
         size: Of its body.
-        taken: Whether a worker took it and has neither finished it nor is known to be lost; it may also be
-            waiting for its next attempt. False: nobody has taken it yet.
+        taken: Whether it was delivered to a worker: it runs, or waits for its next attempt.
     """
 
     submission: int
@@ -114,18 +113,18 @@ class QueuedJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Queue(msgspec.Struct, frozen=True, kw_only=True):
-    """The consumer that gives out a model's jobs of one class.
+    """The consumer that delivers a model's jobs of one class.
 
     Attributes:
         model: For this model.
         job_class: Of this class.
         consumer: Its name.
-        pending: Jobs that no worker has taken yet.
-        ack_pending: Jobs that a worker has, or that wait for their next attempt.
-        redelivered: Of those, how many were taken more than once.
-        waiting: Open pull requests: workers that would take a job.
-        delivered: The newest submission that was ever given out.
-        paused_until: Nothing is given out until then; None: it is not paused.
+        pending: Jobs that were not delivered yet.
+        ack_pending: Jobs that run, or wait for their next attempt.
+        redelivered: Of those, how many were delivered more than once.
+        waiting: Open pull requests of workers.
+        delivered: The newest submission that was delivered.
+        paused_until: Nothing is delivered until then; None: not paused.
     """
 
     model: str
@@ -140,7 +139,7 @@ class Queue(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, info: Mapping[str, Any], subjects: Subjects) -> Queue | None:
-        """A consumer as the server tells it; None for one that gives out no model's jobs."""
+        """A consumer as the server describes it; None for one that delivers no model's jobs."""
         address = queue_address(info["config"].get("filter_subject", ""), subjects)
         if address is None:
             return None
@@ -157,16 +156,16 @@ class Queue(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Ending(msgspec.Struct, frozen=True, kw_only=True):
+class ResultSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The stored result of a job, without its content.
 
     Attributes:
         status: How it ended.
         code: The error's, where it is one.
-        attempt: Which attempt it was.
-        worker: Who answered.
-        submission: The submission that it answers.
-        stored: When.
+        attempt: The attempt that ended it.
+        worker: The worker that answered.
+        submission: The submission that it belongs to.
+        stored: When it was stored.
     """
 
     status: Status | None
@@ -181,16 +180,16 @@ class CancelMark(msgspec.Struct, frozen=True, kw_only=True):
     """The newest cancel of a job.
 
     Attributes:
-        asked: When.
-        submission: The only submission that it means; None: all that were there by then.
+        requested: When.
+        submission: The only submission to cancel; None: all up to that time.
     """
 
-    asked: dt.datetime
+    requested: dt.datetime
     submission: int | None
 
 
 class JobReport(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is known of one job.
+    """Everything that is stored about one job.
 
     Attributes:
         owner: Whose job.
@@ -199,25 +198,25 @@ class JobReport(msgspec.Struct, frozen=True, kw_only=True):
         result: Its newest result.
         cancel: Its newest cancel.
         letters: Its dead letters.
-        attempts: The newest attempt that left a trace: a chunk, a result or a dead letter.
+        attempts: The highest attempt of which a chunk, a result or a dead letter is stored.
     """
 
     owner: str
     job: str
     queued: list[QueuedJob]
-    result: Ending | None
+    result: ResultSummary | None
     cancel: CancelMark | None
-    letters: list[Letter]
+    letters: list[DeadLetter]
     attempts: int | None
 
     @property
     def known(self) -> bool:
-        """Whether anything is."""
+        """Whether anything is stored about it."""
         return bool(self.queued or self.letters or self.result or self.cancel or self.attempts)
 
 
 def job_address(subject: str, subjects: Subjects) -> JobAddress | None:
-    """What the subject of a job says; None for any other."""
+    """The address in a job's subject; None for any other subject."""
     try:
         return subjects.parse_job(subject)
     except InvalidSubject:
@@ -225,19 +224,22 @@ def job_address(subject: str, subjects: Subjects) -> JobAddress | None:
 
 
 def queue_address(filter: str, subjects: Subjects) -> JobAddress | None:
-    """Whose jobs a consumer gives out; owner and kind mean nothing. None where that is no model and class."""
+    """Model and class of a consumer's jobs, from its filter; None if that does not name them.
+
+    The address has a meaningless owner and kind.
+    """
     base = filter.removesuffix(".*.*")
     return job_address(f"{base}.any.tokens", subjects) if base != filter else None
 
 
 def paused_until(info: Mapping[str, Any]) -> dt.datetime | None:
-    """Until when a consumer is paused, if it is."""
+    """The end of a consumer's pause, if it is paused."""
     until = info["config"].get("pause_until")
     return parse_time(until) if until and info.get("paused") else None
 
 
 def job_id(stored: Stored) -> str:
-    """A queued job's id, as a worker will call it."""
+    """A queued job's id, as a worker reads it."""
     named = stored.headers.get(headers.JOB_ID) or stored.headers.get(headers.MSG_ID)
     try:
         if named:

@@ -1,7 +1,7 @@
-"""Waiting for the one final result of a durable job.
+"""Waiting for the final result of a durable job.
 
-A message of a stream reaches plain subscribers as well. That is fast but not certain, so what is stored is
-looked at as well: before the first wait, and after every silence.
+Subscribers receive the messages of a NATS stream as well, which is fast but not certain. The stored result is
+therefore read too: before the first wait, and after every silence.
 """
 
 from __future__ import annotations
@@ -14,65 +14,65 @@ from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.client.errors import TimedOut
-from inferbus.workers.client.jobs import Job
-from inferbus.workers.client.messages import Result, read_result
+from inferbus.workers.client.jobs import JobHandle
+from inferbus.workers.client.messages import Result, parse_result
 
-FIRST_LOOK: Final = 1.0
-LAST_LOOK: Final = 10.0
-"""Seconds of silence after which to look at what is stored; doubled up to the latter."""
+FIRST_PAUSE: Final = 1.0
+LAST_PAUSE: Final = 10.0
+"""Seconds of silence after which to read what is stored; the pause doubles from the first to the last
+value."""
 
 
 class Results:
-    """Finds results."""
+    """Reads the results of jobs."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
 
-    def subject(self, job: Job) -> str:
-        """Where a job's result is stored."""
-        return self._bus.subjects.result(job.owner, job.id)
-
-    async def find(self, job: Job) -> Result | None:
-        """A job's result, if it is there; that of an earlier submission under the same id is not.
+    async def find(self, job: JobHandle) -> Result | None:
+        """The result of this submission, or None: it is not stored yet.
 
         Raises:
             BusUnavailable: The server did not answer.
         """
-        stored = await JetStream(self._bus).last(layout.RESULTS, self.subject(job))
-        if stored is None or not job.answered_by(stored.headers):
+        stored = await JetStream(self._bus).last(layout.RESULTS, self._subject(job))
+        if stored is None or not job.matches(stored.headers):
             return None
-        return read_result(stored.data, stored.headers)
+        return parse_result(stored.data, stored.headers)
 
-    async def wait(self, job: Job, timeout: float | None) -> Result:
+    async def wait(self, job: JobHandle, timeout: float | None) -> Result:
         """Waits for a job's result.
 
         Raises:
             TimedOut: It was not there in time.
-            BusUnavailable: The connection is gone for good, or there is no such stream.
+            BusUnavailable: The connection is closed for good, or there is no such NATS stream.
         """
         arrived = asyncio.Event()
-        subscription = await self._bus.subscribe(self.subject(job), lambda _: arrived.set())
+        subscription = await self._bus.subscribe(self._subject(job), lambda _: arrived.set())
         try:
             async with asyncio.timeout(timeout):
-                return await self._look(job, arrived)
+                return await self._read_until_there(job, arrived)
         except TimeoutError:
             raise TimedOut(f"no result within {timeout:g} s; the job goes on") from None
         finally:
             await subscription.unsubscribe()
 
-    async def _look(self, job: Job, arrived: asyncio.Event) -> Result:
-        pause = FIRST_LOOK
+    async def _read_until_there(self, job: JobHandle, arrived: asyncio.Event) -> Result:
+        pause = FIRST_PAUSE
         while True:
             arrived.clear()
             try:
                 if (result := await self.find(job)) is not None:
                     return result
             except BusUnavailable:
-                # Away for now, or for good? Only the latter ends a wait.
+                # Only a lasting failure ends the wait.
                 if self._bus.settled or self._bus.closed.is_set():
                     raise
             try:
                 async with asyncio.timeout(pause):
                     await arrived.wait()
             except TimeoutError:
-                pause = min(pause * 2, LAST_LOOK)
+                pause = min(pause * 2, LAST_PAUSE)
+
+    def _subject(self, job: JobHandle) -> str:
+        return self._bus.subjects.result(job.owner, job.id)

@@ -1,4 +1,4 @@
-"""The line that ends every answer in a terminal: how much, how fast, by whom."""
+"""Token counts, times and workers of an answer, and the line that shows them in a terminal."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 import msgspec
 
 from inferbus.schemas.answers import Usage
-from inferbus.workers.client.stream import Stream
+from inferbus.workers.client.stream import AnswerStream
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer cost.
+    """Statistics of one answer.
 
     Attributes:
-        usage: Tokens; None where the answer did not tell them, such as one that was cancelled.
-        first: Seconds to the first token; None where there was none, or the answer was stored before.
+        usage: Token counts; None where the answer has none, for example after a cancellation.
+        first: Seconds to the first token; None without one, or where the answer was read from storage.
         seconds: Seconds in all.
-        rate: Tokens a second after the first one; None for less than two tokens, likewise.
+        rate: Tokens per second after the first one; None for less than two tokens, or where `first` is None.
         worker: The worker that answered.
         prefill_worker: The prefill worker that served it, if one did.
     """
@@ -30,25 +30,25 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     prefill_worker: str | None
 
     @classmethod
-    def of(cls, stream: Stream[Any]) -> Stats:
-        """The stats of a stream that has ended."""
-        usage = stream.usage
-        ended = stream.ended if stream.ended is not None else stream.started
-        first = None if stream.replayed else stream.first
+    def of(cls, answer: AnswerStream[Any]) -> Stats:
+        """The statistics of an answer that has ended."""
+        usage = answer.usage
+        ended = answer.ended if answer.ended is not None else answer.started
+        first = None if answer.replayed else answer.first
         rate = None
         if first is not None and usage is not None and usage.completion_tokens > 1 and ended > first:
             rate = (usage.completion_tokens - 1) / (ended - first)
         return cls(
             usage=usage,
-            first=None if first is None else first - stream.started,
-            seconds=ended - stream.started,
+            first=None if first is None else first - answer.started,
+            seconds=ended - answer.started,
             rate=rate,
-            worker=stream.worker,
-            prefill_worker=stream.prefill_worker,
+            worker=answer.worker,
+            prefill_worker=answer.prefill_worker,
         )
 
     def line(self) -> str:
-        """All of it in one line."""
+        """All of them in one line."""
         parts = [] if self.usage is None else [_count(self.usage.completion_tokens, "token")]
         if self.first is not None:
             parts.append(f"first after {self.first:.3f} s")

@@ -1,12 +1,14 @@
-"""What every stream of an answer does for its user, wherever its messages come from."""
+"""What live and durable answers have in common: reading, waiting, cancelling, closing."""
 
 from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
 import time
+import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Generator
 from types import TracebackType
 from typing import Any, Final, Generic, Self, TypeVar, cast
 
@@ -16,30 +18,47 @@ from inferbus.schemas.answers import TokenChunk, Usage
 from inferbus.schemas.errors import BusUnavailable, Cancelled, InferbusError
 from inferbus.schemas.headers import Status
 from inferbus.workers.bus.connection.message import Message
-from inferbus.workers.client.assembler import Assembler, Event, Outcome, Restarted
-from inferbus.workers.client.deltas import whole
+from inferbus.workers.client.assembler import Assembler, Event, FinalStatus, Restarted
+from inferbus.workers.client.deltas import to_answer
 from inferbus.workers.client.messages import Answer
 
 E = TypeVar("E")
 
 CLOSED: Final = None
-"""In place of a message: the connection is gone for good."""
+"""Queued instead of a message when the connection is closed for good."""
 
 
-class Stream(abc.ABC, Generic[E]):
-    """One answer as it arrives. Iterate over it, or await `answer`; use it once.
+class AnswerStream(abc.ABC, Generic[E]):
+    """One answer as it arrives. Iterate over it once, or await it for the whole answer.
 
-    Leaving it early (a `break`, an exception, the end of an `async with`) ends interest in the answer.
+    Leaving it early (a `break`, an exception, the end of an `async with`) closes it, and so does the garbage
+    collector when nothing refers to it any more.
 
     Attributes:
         job: The job's id.
         started: When the request was sent, by the clock of `time.monotonic`.
         first: When the first token came; None before.
         ended: When the answer ended; None before.
-        replayed: Whether it began with what was stored earlier, so that its times tell nothing.
+        replayed: Whether it began with stored chunks, so that its times say nothing about the workers.
     """
 
-    def __init__(self, job: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        job: str,
+        arrived: asyncio.Queue[Message | None],
+        release: Callable[[], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Not to be called; see `Client`.
+
+        Args:
+            job: The job's id.
+            arrived: Receives the messages of the answer.
+            release: Ends the subscription that fills `arrived`. Neither may refer to this object, which could
+                not be collected then.
+            clock: For the times.
+        """
         self.job = job
         self.started = clock()
         self.first: float | None = None
@@ -47,56 +66,61 @@ class Stream(abc.ABC, Generic[E]):
         self.replayed = False
         self._clock = clock
         self._assembler = Assembler()
-        self._arrived: asyncio.Queue[Message | None] = asyncio.Queue()
+        self._arrived = arrived
         self._ready: deque[Event] = deque()
         self._cancelling = False
-        self._left = False
         self._problem: InferbusError | None = None
+        self._release = release
+        self._finalizer = weakref.finalize(self, _call_on_loop, asyncio.get_running_loop(), release)
+        self._finalizer.atexit = False
 
     @property
-    def outcome(self) -> Outcome | None:
+    def final_status(self) -> FinalStatus | None:
         """How the answer ended; None before."""
-        return self._assembler.outcome
+        return self._assembler.final_status
 
     @property
     def status(self) -> Status | None:
-        """How the answer ended; None before."""
-        return self.outcome.status if self.outcome else None
+        """`ok`, `error`, `cancelled` or `expired`; None before the end."""
+        return self.final_status.status if self.final_status else None
 
     @property
     def worker(self) -> str | None:
-        """Who answered; known at the end."""
-        return self.outcome.worker if self.outcome else None
+        """The worker that answered; known at the end."""
+        return self.final_status.worker if self.final_status else None
 
     @property
     def prefill_worker(self) -> str | None:
         """The prefill worker that served it, if one did; known at the end."""
-        return self.outcome.prefill_worker if self.outcome else None
+        return self.final_status.prefill_worker if self.final_status else None
 
     @property
     def usage(self) -> Usage | None:
-        """Tokens, once the answer has told them."""
-        told = self._assembler.given.usage
-        return None if told is None else msgspec.convert(told, Usage)
+        """Token counts; None before the answer has reported them."""
+        usage = self._assembler.delivered.usage
+        return None if usage is None else msgspec.convert(usage, Usage)
 
     @property
     def warnings(self) -> list[str]:
-        """What of the request was ignored."""
-        return self._assembler.given.warnings
+        """Fields of the request that were ignored, and similar."""
+        return self._assembler.delivered.warnings
 
     async def answer(self) -> Answer:
-        """Waits for the end and returns the whole answer, what was iterated over already included.
+        """Waits for the end and returns the whole answer, including what was iterated over already.
 
         Raises:
             InferbusError: The answer is an error; the class says which.
         """
         async for _ in self:
             pass
-        if self.outcome is None:
-            raise self._problem or Cancelled("the stream was left before its end")
-        if self.outcome.error is not None:
-            raise self.outcome.error
-        return whole(self._assembler.given)
+        if self.final_status is None:
+            raise self._problem or Cancelled("the stream was closed before its end")
+        if self.final_status.error is not None:
+            raise self.final_status.error
+        return to_answer(self._assembler.delivered)
+
+    def __await__(self) -> Generator[Any, None, Answer]:
+        return self.answer().__await__()
 
     async def __aiter__(self) -> AsyncIterator[E]:
         try:
@@ -109,10 +133,8 @@ class Stream(abc.ABC, Generic[E]):
             await self.aclose()
 
     async def aclose(self) -> None:
-        """Ends interest in the answer; harmless when it has ended."""
-        if not self._left:
-            self._left = True
-            await self._leave()
+        """Stops reading; harmless when the answer has ended."""
+        self._close()
 
     async def cancel(self) -> None:
         """Asks for the request to be stopped wherever it is; iterating then ends, with what was on its way.
@@ -120,7 +142,7 @@ class Stream(abc.ABC, Generic[E]):
         Raises:
             BusUnavailable: NATS did not take it.
         """
-        if self.outcome is None:
+        if self.final_status is None:
             self._cancelling = True
             await self._cancel()
 
@@ -133,48 +155,48 @@ class Stream(abc.ABC, Generic[E]):
         await self.aclose()
 
     def connection_lost(self) -> None:
-        """The connection is gone for good: whoever waits here is told."""
+        """Ends reading with an error: the connection is closed for good."""
         self._arrived.put_nowait(CLOSED)
 
     @abc.abstractmethod
     async def _more(self) -> list[Event]:
-        """Waits for something to arrive, and takes it."""
+        """Waits for the next message, and returns the events that it makes available."""
 
     @abc.abstractmethod
     async def _cancel(self) -> None:
         """Publishes the cancellation."""
 
-    @abc.abstractmethod
-    async def _leave(self) -> None:
-        """Stops listening."""
+    def _close(self) -> None:
+        if self._finalizer.detach() is not None:
+            self._release()
 
     async def _next(self) -> Event | None:
         while not self._ready:
-            if self.outcome is not None:
-                self._finish(self.outcome)
+            if self.final_status is not None:
+                self._end(self.final_status)
                 return None
             if self._problem is not None:
                 raise self._problem
-            if self._left:
+            if not self._finalizer.alive:
                 return None
             self._ready.extend(await self._more())
         event = self._ready.popleft()
-        if self.first is None and _speaks(event):
+        if self.first is None and _has_tokens(event):
             self.first = self._clock()
         return event
 
-    def _finish(self, outcome: Outcome) -> None:
+    def _end(self, final_status: FinalStatus) -> None:
         self.ended = self.ended or self._clock()
-        wanted = self._cancelling and outcome.status == "cancelled"
-        if outcome.error is not None and not wanted:
-            raise outcome.error
+        requested = self._cancelling and final_status.status == "cancelled"
+        if final_status.error is not None and not requested:
+            raise final_status.error
 
     async def _receive(self, timeout: float | None) -> Message:
         """The next message.
 
         Raises:
             TimeoutError: None came in time.
-            BusUnavailable: None will come.
+            BusUnavailable: The connection is closed.
         """
         if self._arrived.empty():
             async with asyncio.timeout(timeout):
@@ -188,10 +210,16 @@ class Stream(abc.ABC, Generic[E]):
 
 
 def text(event: Event, *, index: int = 0) -> str:
-    """What a chunk adds to the text of one choice; empty for tokens and for what is no text."""
+    """The text that a chunk adds to one choice; empty for token chunks and for `Restarted`."""
     if not isinstance(event, dict):
         return ""
     return "".join(_text(choice) for choice in event["choices"] if choice.get("index", 0) == index)
+
+
+def _call_on_loop(loop: asyncio.AbstractEventLoop, release: Callable[[], None]) -> None:
+    """Runs `release` on the event loop: the garbage collector may call this on any thread."""
+    with contextlib.suppress(RuntimeError):  # The loop is closed, and so is the connection.
+        loop.call_soon_threadsafe(release)
 
 
 def _text(choice: dict[str, Any]) -> str:
@@ -199,8 +227,8 @@ def _text(choice: dict[str, Any]) -> str:
     return delta.get("content") or delta.get("text") or ""
 
 
-def _speaks(event: Event) -> bool:
-    """Whether an event holds a token, and not only a role."""
+def _has_tokens(event: Event) -> bool:
+    """Whether an event has generated content, and not only a role."""
     if isinstance(event, Restarted):
         return False
     if isinstance(event, TokenChunk):

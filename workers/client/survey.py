@@ -1,4 +1,4 @@
-"""Whether the streams and consumers that are there are as the settings ask for."""
+"""Compares the NATS streams and consumers of a server with the settings."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from inferbus.workers.config import Settings
 
 
 class ConsumerState(msgspec.Struct, frozen=True, kw_only=True):
-    """A consumer, and how it compares.
+    """A consumer of a NATS stream, compared with the settings.
 
     Attributes:
-        stream: Of this stream.
+        stream: Name of its NATS stream.
         consumer: Its name.
-        queue: Whose jobs it gives out, and its numbers; None: it is not one of inferbus's.
-        differences: What is weaker than asked for.
+        queue: The queue that it delivers; None: it was not created by inferbus.
+        differences: Settings that are weaker than asked for.
     """
 
     stream: str
@@ -36,25 +36,25 @@ class ConsumerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamState(msgspec.Struct, frozen=True, kw_only=True):
-    """A stream of the contract, and how it compares.
+    """A NATS stream of the contract, compared with the settings.
 
     Attributes:
         stream: Its name.
-        there: Whether it exists; nothing else says anything where it does not.
-        messages: In it.
-        bytes: In it.
-        max_bytes: Its limit; -1: none.
+        exists: Whether it exists; if not, the other attributes mean nothing.
+        messages: Number of messages.
+        bytes: Size of all messages.
+        max_bytes: Limit of that; -1: none.
         max_age: Seconds; 0: none.
         storage: `file` or `memory`.
-        replicas: Copies.
-        differences: What is weaker than asked for.
-        consumers: That it has.
-        unclaimed: Jobs in it that no consumer gives out; more than a moment's worth of them are of a model
-            that no worker has been started for, or forgotten by the server (nats-io/nats-server#6905).
+        replicas: Number of copies.
+        differences: Settings that are weaker than asked for.
+        consumers: Its consumers.
+        unclaimed: Jobs in it that no consumer delivers. If they stay, they are for a model that no worker was
+            ever started for, or the server has lost them (nats-io/nats-server#6905).
     """
 
     stream: str
-    there: bool
+    exists: bool
     messages: int = 0
     bytes: int = 0
     max_bytes: int = layout.UNLIMITED
@@ -67,21 +67,21 @@ class StreamState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fine(self) -> bool:
-        """Whether it is there, and it and its consumers are as asked for."""
-        return self.there and not self.differences and not any(each.differences for each in self.consumers)
+        """Whether it exists, and it and its consumers are as asked for."""
+        return self.exists and not self.differences and not any(each.differences for each in self.consumers)
 
 
 async def survey(bus: Bus, settings: Settings) -> list[StreamState]:
-    """Every stream of the contract with its consumers; see `Operator.streams`."""
+    """Every NATS stream of the contract with its consumers; see `Operator.streams`."""
     return [
         await _stream(bus, each, settings) for each in layout.stream_configs(bus.subjects, settings.streams)
     ]
 
 
-async def adopt(bus: Bus, settings: Settings, found: Sequence[StreamState]) -> None:
-    """Raises what was found to be weaker, and makes what is missing; see `Operator.adopt`."""
+async def adopt(bus: Bus, settings: Settings, states: Sequence[StreamState]) -> None:
+    """Creates what is missing, and raises what is weaker; see `Operator.adopt`."""
     await provision(bus, settings.streams, adopt=True)
-    weaker = [each for stream in found for each in stream.consumers if each.differences]
+    weaker = [consumer for state in states for consumer in state.consumers if consumer.differences]
     for queue in (each.queue for each in weaker if each.queue is not None):
         await job_consumers(
             bus,
@@ -99,20 +99,20 @@ async def _stream(bus: Bus, wanted: dict[str, Any], settings: Settings) -> Strea
     except ApiError as error:
         if error.status != NOT_FOUND:
             raise
-        return StreamState(stream=name, there=False)
-    found, state = info["config"], info["state"]
+        return StreamState(stream=name, exists=False)
+    config, state = info["config"], info["state"]
     consumers = await browse.consumers(bus, name) if state["consumer_count"] else []
     claimed = sum(each["num_pending"] + each["num_ack_pending"] for each in consumers)
     return StreamState(
         stream=name,
-        there=True,
+        exists=True,
         messages=state["messages"],
         bytes=state["bytes"],
-        max_bytes=found.get("max_bytes", layout.UNLIMITED),
-        max_age=seconds(found.get("max_age", 0)),
-        storage=found["storage"],
-        replicas=found["num_replicas"],
-        differences=differences(wanted, found),
+        max_bytes=config.get("max_bytes", layout.UNLIMITED),
+        max_age=seconds(config.get("max_age", 0)),
+        storage=config["storage"],
+        replicas=config["num_replicas"],
+        differences=differences(wanted, config),
         consumers=[_consumer(bus, name, each, settings) for each in consumers],
         unclaimed=max(0, state["messages"] - claimed) if name == layout.JOBS else 0,
     )

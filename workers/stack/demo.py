@@ -24,7 +24,7 @@ from rich.text import Text
 
 from inferbus.schemas.answers import TokenChunk
 from inferbus.schemas.errors import InferbusError
-from inferbus.workers.client import Client, Restarted, Stats, Stream, text
+from inferbus.workers.client import AnswerStream, Client, Restarted, Stats, text
 from inferbus.workers.observe import logs
 from inferbus.workers.stack import models
 from inferbus.workers.stack.errors import StackError
@@ -48,21 +48,21 @@ class Screen:
         self._console = console
 
     def line(self, markup: str = "") -> None:
-        """Show one line."""
+        """Shows one line."""
         self._console.print(markup, highlight=False, soft_wrap=True)
 
     def field(self, name: str, value: str = "", *, end: str = "\n") -> None:
-        """Show a named line; with another `end`, the rest of it comes with `add`."""
+        """Shows a named line; with another `end`, the rest of it comes with `add`."""
         self._console.print(f"  [cyan]{name:<10}[/cyan] ", end="", highlight=False, soft_wrap=True)
         self.add(value + end)
 
     def done(self, what: str) -> None:
-        """Show a step that is done."""
+        """Shows a step that is done."""
         self.line(f"[green]✓[/green] {escape(what)}")
 
     @contextlib.contextmanager
     def step(self, what: str) -> Iterator[Report]:
-        """Show that something takes its time; what is yielded changes what is said of it."""
+        """Shows that something takes its time; what is yielded changes what is said of it."""
         if self._console.is_terminal:
             with _Clock(self._console, what) as clock:
                 yield clock.say
@@ -70,7 +70,7 @@ class Screen:
             yield _Lines(self, what).say
 
     def add(self, piece: str) -> None:
-        """Show more of an answer, on the line where it stands."""
+        """Shows more of an answer, on the line where it stands."""
         self._console.print(Text(piece), end="", highlight=False, soft_wrap=True)
         self._console.file.flush()
 
@@ -112,7 +112,7 @@ class _Lines:
 
 
 async def run(console: Console) -> None:
-    """Bring the stack up, send the three requests, take it down."""
+    """Brings the stack up, sends the three requests, takes it down."""
     screen = Screen(console)
     screen.line("[bold]inferbus demo[/bold]: one prefill and one decode worker on this machine, NATS between")
     screen.line()
@@ -206,7 +206,7 @@ def _options(*, usage: bool = False) -> dict[str, Any]:
     return GREEDY | ({"stream_options": {"include_usage": True}} if usage else {})
 
 
-async def _show_text(screen: Screen, stream: Stream[Any]) -> None:
+async def _show_text(screen: Screen, stream: AnswerStream[Any]) -> None:
     screen.field("assistant", end="")
     async for event in stream:
         if isinstance(event, Restarted):
@@ -224,7 +224,7 @@ def _title(screen: Screen, number: int, what: str, subject: str) -> None:
     screen.field("subject", subject)
 
 
-def _stats(screen: Screen, stream: Stream[Any]) -> None:
+def _stats(screen: Screen, stream: AnswerStream[Any]) -> None:
     screen.line(f"  [yellow]{escape(Stats.of(stream).line())}[/yellow]")
 
 
@@ -238,7 +238,7 @@ def _rendered(question: str) -> str:
 
 
 def main() -> int:
-    """Run the demo; the exit status."""
+    """Runs the demo; the exit status."""
     console = Console()
     logs.configure(level="ERROR")
     try:
@@ -255,7 +255,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def _interrupted_by(number: signal.Signals) -> Iterator[None]:
-    """Let a signal end the program in good order, as Ctrl-C does."""
+    """Lets a signal end the program in good order, as Ctrl-C does."""
     before = signal.signal(number, signal.default_int_handler)
     try:
         yield

@@ -43,7 +43,7 @@ TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "o
 
 
 def convert(source: Path, folder: Path, report: Report) -> None:
-    """Write the model of the GGUF file `source` into `folder`, which exists."""
+    """Writes the model of the GGUF file `source` into `folder`, which exists."""
     from gguf import GGUFReader
 
     report("Reading the model file", None)
@@ -76,7 +76,7 @@ def convert(source: Path, folder: Path, report: Report) -> None:
 
 
 def make_tiny(source: Path, folder: Path, report: Report) -> None:
-    """Write a two-layer random Llama with the tokenizer of `source` into `folder`, which exists.
+    """Writes a two-layer random Llama with the tokenizer of `source` into `folder`, which exists.
 
     The spread of its weights is far above the usual 0.02: with that a random model repeats one token for
     ever, with this its greedy output depends on the prompt and wanders.
@@ -153,7 +153,7 @@ def _dequantized(tensor: Any, heads: int | None) -> Array:
 
 
 def _write_weights(weights: Mapping[str, Array], folder: Path, dtype: str) -> None:
-    """Write a safetensors file: length of the header, header, and the tensors one after another."""
+    """Writes a safetensors file: length of the header, header, and the tensors one after another."""
     width = 2 if dtype == "bfloat16" else 4
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0

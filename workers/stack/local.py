@@ -50,26 +50,26 @@ STOP_MARGIN: Final = 15.0
 PORTS: Final = range(20_000, 30_000)
 
 Report = Callable[[str], None]
-"""Takes one line for people about a step that is done."""
+"""Takes one line of text about a finished step."""
 
 
 class LocalStack:
-    """See the module.
+    """A NATS server and workers, from entering the context to leaving it.
 
-    Parameters:
-        model_path: the model's folder, or its name on a model hub.
-        model: name to serve it under.
-        roles: the workers to start, one process each.
+    Args:
+        model_path: The model's folder, or its name on a model hub.
+        model: Name to serve it under.
+        roles: The workers to start, one process each.
         flags: SGLang's flags for every worker.
         role_flags: SGLang's flags for one role, after `flags`.
         own_flags: SGLang's flags for each of `roles`, in their order, after those.
-        env: variables for the workers; None takes one away.
-        scripted: a script to replay instead of running SGLang; `model_path` is not used then.
-        directory: for logs and streams; temporary by default.
+        env: Variables for the workers; None takes one away.
+        scripted: A script to replay instead of running SGLang; `model_path` is not used then.
+        directory: For logs and streams; temporary by default.
         port: NATS port; 0 takes a free one.
-        ready_timeout: seconds for the workers to load.
-        grace: seconds for running requests when the stack ends.
-        report: told what is ready.
+        ready_timeout: Seconds for the workers to load.
+        grace: Seconds for running requests when the stack ends.
+        report: Called with a line for each part that is ready.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class LocalStack:
         return self.server.url
 
     async def failed(self) -> StackError:
-        """Wait until a part ends although it should not; the error says which and why."""
+        """Waits until the server or a worker ends unexpectedly; the error says which and why."""
         server = asyncio.ensure_future(self.server.child.wait())
         worker = asyncio.ensure_future(self._children.first_exit())
         try:
@@ -125,7 +125,7 @@ class LocalStack:
             worker.cancel()
 
     async def add(self, role: Role, flags: Sequence[str] = ()) -> str:
-        """Start one more worker, as the others were started, and wait until it is ready; its name.
+        """Starts one more worker like the others, waits until it is ready, and returns its name.
 
         Args:
             role: Of the worker.
@@ -169,9 +169,9 @@ class LocalStack:
         if self._scripted is not None:
             command += ["--scripted", str(self._scripted)]
         else:
-            # Nothing here has to be reached from another machine.
+            # Everything runs on this machine.
             command += ["--model-path", str(self._model_path), "--host", HOST]
-            # Engines that start at the same time have been seen to draw the same one.
+            # Engines that start at the same time can choose the same port by themselves.
             command += ["--nccl-port", str(port)]
             command += [*self._flags, *self._role_flags.get(role, ()), *flags]
         child = await spawn(name, command, log=self.directory / f"{name}.log", env=self._environment(name))
@@ -179,7 +179,7 @@ class LocalStack:
         return name
 
     def _environment(self, worker: str) -> dict[str, str | None]:
-        """What is set for a worker. How to reach and log in to other servers does not count here."""
+        """The environment of a worker, without inherited settings of other NATS servers."""
         inherited = dict.fromkeys(name for name in os.environ if name.startswith(f"{ENVIRONMENT}NATS_"))
         return {
             **inherited,
@@ -187,13 +187,13 @@ class LocalStack:
             f"{ENVIRONMENT}WORKER": worker,
             f"{ENVIRONMENT}SERVED_MODEL": self.model,
             f"{ENVIRONMENT}GRACE": str(self._grace),
-            # Found out otherwise, which needs a network.
+            # Determining it would need a network.
             "SGLANG_HOST_IP": HOST,
             **self._env,
         }
 
     async def _ready(self, started: float, workers: Mapping[str, Child]) -> None:
-        """Wait until each of these has announced itself."""
+        """Waits until each of these has announced itself."""
         async with Client.connect(self.url, name="inferbus stack") as client:
             waiting = {
                 asyncio.create_task(self._worker_ready(client, name, child)): name
@@ -226,11 +226,11 @@ async def _announced(client: Client, name: str) -> bool:
 
 async def _find(client: Client, name: str) -> WorkerInfo | None:
     try:
-        found = await client.workers()
+        workers = await client.workers()
     except BusUnavailable as error:
         log.debug("stack.registry_not_read", reason=error.message)
         return None
-    return next((info for info in found if info.worker == name), None)
+    return next((info for info in workers if info.worker == name), None)
 
 
 def _silent(_line: str) -> None:
@@ -238,14 +238,14 @@ def _silent(_line: str) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports of this machine that nobody uses, outside the range that outgoing connections take."""
-    found: list[int] = []
+    """Different free ports of this machine, outside the range of outgoing connections."""
+    ports: list[int] = []
     with ExitStack() as held:
         for port in random.sample(PORTS, len(PORTS)):
-            if len(found) == count:
+            if len(ports) == count:
                 break
             listener = held.enter_context(socket.socket())
             with contextlib.suppress(OSError):
                 listener.bind((HOST, port))
-                found.append(port)
-    return found
+                ports.append(port)
+    return ports

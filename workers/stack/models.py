@@ -1,4 +1,4 @@
-"""The models that need no model hub: a real small chat model for the demo, a random tiny one for tests.
+"""Models that need no model hub: a small chat model for the demo, a random tiny one for tests.
 
     python -m inferbus.workers.stack.models demo|tiny [--out DIR]
 
@@ -41,7 +41,7 @@ POLL_SECONDS = 0.2
 
 
 def cache_dir() -> Path:
-    """Where models and other things that can be had again are kept."""
+    """The folder for models and downloads, all of which can be fetched again."""
     if own := os.environ.get("INFERBUS_CACHE"):
         return Path(own)
     if common := os.environ.get("XDG_CACHE_HOME"):
@@ -54,13 +54,13 @@ def ensure(name: Name, *, parent: Path | None = None, report: Report | None = No
 
     Args:
         name: `demo` or `tiny`.
-        parent: where the folder is; by default in the cache.
-        report: told what is going on.
+        parent: Where the folder is; by default in the cache.
+        report: Called with every step.
 
     Raises:
-        ModelUnavailable: the model could not be fetched.
+        ModelUnavailable: The model could not be fetched.
     """
-    tell = report or _silent
+    report = report or _silent
     parent = parent or cache_dir() / "models"
     folder = parent / FOLDERS[name]
     if folder.is_dir():
@@ -69,11 +69,11 @@ def ensure(name: Name, *, parent: Path | None = None, report: Report | None = No
     with _locked(parent / f".{folder.name}.lock"):
         if folder.is_dir():
             return folder
-        source = _fetch(tell)
+        source = _fetch(report)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=parent) as scratch:
             made = Path(scratch, "model")
             made.mkdir()
-            (gguf.convert if name == "demo" else gguf.make_tiny)(source, made, tell)
+            (gguf.convert if name == "demo" else gguf.make_tiny)(source, made, report)
             made.rename(folder)
     return folder
 
@@ -94,9 +94,9 @@ def _fetch(report: Report) -> Path:
         failures = []
         for command in _fetch_commands(Path(scratch, "out")):
             if (said := _run(command, Path(scratch), report)) is None:
-                found = _unpack(Path(scratch, "out"))
-                _check(found)
-                found.rename(file)
+                unpacked = _unpack(Path(scratch, "out"))
+                _check(unpacked)
+                unpacked.rename(file)
                 return file
             failures.append(f"$ {' '.join(command)}\n{said}")
     raise ModelUnavailable(
@@ -128,7 +128,7 @@ def _fetch_commands(target: Path) -> list[list[str]]:
 
 
 def _run(command: Sequence[str], scratch: Path, report: Report) -> str | None:
-    """Run a command, reporting how much of the package has arrived; what it said if it failed."""
+    """Runs a command, reporting how much of the package has arrived; what it said if it failed."""
     log = scratch / "log"
     with log.open("wb") as output:
         # The temporary directory is ours so that the download can be watched as it grows.
@@ -177,7 +177,7 @@ def _check(file: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Let one process at a time in; the lock goes with the process that holds it."""
+    """Admits one process at a time; the lock ends with its process."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -200,7 +200,7 @@ class _Lines:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the folder of a model."""
+    """Prints the folder of a model."""
     parser = argparse.ArgumentParser(
         prog="python -m inferbus.workers.stack.models", description="Print a model's folder."
     )

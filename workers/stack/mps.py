@@ -1,8 +1,7 @@
 """NVIDIA's Multi-Process Service for two engines that share one GPU.
 
-Without it the GPU takes turns between the processes, and nothing of one runs beside the other; with it,
-prefill and decode overlap. The daemon is one of our own, with folders of its own, so that programs that are
-none of ours neither find it nor keep it from ending.
+Without it the processes take turns on the GPU; with it, prefill and decode overlap. The daemon is private,
+with folders of its own, so that other programs neither use it nor keep it from ending.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Child processes that never outlive us.
+"""Child processes that never outlive their parent.
 
 Each child leads a session of its own, writes to a log file, and is killed by the kernel when the process
 that started it dies, however it dies. Stopping a child ends the whole session and checks that nothing is left
@@ -69,16 +69,16 @@ class Child:
             return []
 
     async def wait(self) -> int:
-        """Wait until the process ends by itself."""
+        """Waits until the process ends by itself."""
         return await self._process.wait()
 
     async def until(
         self, probe: Callable[[], Awaitable[bool]], *, timeout: float, poll: float = POLL_SECONDS
     ) -> None:
-        """Wait until `probe` is true.
+        """Waits until `probe` is true.
 
         Raises:
-            ProcessExited: the process ended first; the message carries the end of its log.
+            ProcessExited: The process ended first; the message carries the end of its log.
             ProcessNotReady: `timeout` seconds passed; the process is left running.
         """
         exited = asyncio.ensure_future(self._process.wait())
@@ -94,12 +94,12 @@ class Child:
             exited.cancel()
 
     def exited(self) -> ProcessExited:
-        """The error that tells how this process, which has ended, did so."""
+        """The error for this process, which has ended: its exit status and last output."""
         assert self.returncode is not None
         return ProcessExited(self.name, self.returncode, self.log, self.tail())
 
     def send_signal(self, number: int) -> None:
-        """Signal the process alone, not its children; nothing happens once it has ended."""
+        """Signals the process alone, not its children; nothing happens once it has ended."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
@@ -113,7 +113,7 @@ class Child:
                 os.kill(pid, signal.SIGKILL)
 
     async def stop(self, *, grace: float = 10.0) -> int:
-        """Ask the process to end, insist after `grace` seconds, and see to it that nothing of it is left."""
+        """Sends SIGTERM, after `grace` seconds SIGKILL, and waits until the whole session has ended."""
         if self.returncode is None:
             self.send_signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
@@ -135,14 +135,14 @@ async def spawn(
     env: Mapping[str, str | None] | None = None,
     cwd: Path | None = None,
 ) -> Child:
-    """Start a command that dies with us, its output going to the file `log`.
+    """Starts a command that ends with this process; its output goes to the file `log`.
 
     Args:
-        name: what people call it, for messages.
-        command: program and arguments.
-        log: file for its output, appended to.
-        env: variables to set on top of ours; None takes one away.
-        cwd: where it runs; here by default.
+        name: For messages.
+        command: Program and arguments.
+        log: File for its output, appended to.
+        env: Variables to set in addition to the parent's; None removes one.
+        cwd: Where it runs; here by default.
     """
     guard = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid())]
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -174,12 +174,12 @@ class Children:
         return iter(self._children)
 
     def add(self, child: Child) -> Child:
-        """Take responsibility for a child."""
+        """Adds a child to be stopped with the others."""
         self._children.append(child)
         return child
 
     async def first_exit(self) -> Child:
-        """Wait until any of the children ends, and tell which."""
+        """Waits until any of the children ends, and returns it."""
         waits = {asyncio.ensure_future(child.wait()): child for child in self._children}
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -189,7 +189,7 @@ class Children:
         return waits[done.pop()]
 
     async def stop(self) -> None:
-        """Stop all children; those started last stop first, and each has its own grace period."""
+        """Stops all children; those started last stop first, and each has its own grace period."""
         while self._children:
             try:
                 await self._children[-1].stop(grace=self.grace)

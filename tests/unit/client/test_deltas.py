@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inferbus.schemas.answers import TokenAnswer
-from inferbus.workers.client.deltas import Diverged, Given, explode, whole
+from inferbus.workers.client.deltas import AnswerSoFar, Diverged, to_answer, to_chunks
 from inferbus.workers.client.messages import Answer, Chunk
 from tests.support.answers import USAGE, chat, chat_answer
 
@@ -85,26 +85,26 @@ ANSWERS = chats() | completions() | token_answers()
 
 @given(ANSWERS)
 def test_an_answer_taken_apart_and_put_together_is_the_same(answer: Answer) -> None:
-    given_chunks = Given()
-    for chunk in explode(answer):
+    given_chunks = AnswerSoFar()
+    for chunk in to_chunks(answer):
         given_chunks.add(chunk)
-    assert whole(given_chunks) == answer
+    assert to_answer(given_chunks) == answer
 
 
 @given(ANSWERS, st.data())
 def test_whatever_was_shown_of_an_answer_the_rest_completes_it(answer: Answer, data: st.DataObject) -> None:
-    chunks = [piece for chunk in explode(answer) for piece in cut(chunk, data)]
+    chunks = [piece for chunk in to_chunks(answer) for piece in cut(chunk, data)]
     shown = data.draw(st.integers(0, len(chunks)))
-    got = Given()
+    got = AnswerSoFar()
     for chunk in chunks[:shown]:
         got.add(chunk)
-    rest = got.shown()
-    for chunk in explode(answer):
+    rest = got.prefix()
+    for chunk in to_chunks(answer):
         left = rest.trim(chunk)
         if left is not None:
             got.add(left)
     assert rest.covered
-    assert said(whole(got)) == said(answer)
+    assert said(to_answer(got)) == said(answer)
 
 
 def said(answer: Answer) -> Any:
@@ -150,9 +150,9 @@ def test_what_does_not_begin_like_what_was_shown_is_another_answer(
     deltas: list[dict[str, Any]],
 ) -> None:
     first, *between, last = deltas
-    got = Given()
+    got = AnswerSoFar()
     got.add(chat(first))
-    rest = got.shown()
+    rest = got.prefix()
     for other in between:
         rest.trim(chat(other))
     with pytest.raises(Diverged):
@@ -160,19 +160,19 @@ def test_what_does_not_begin_like_what_was_shown_is_another_answer(
 
 
 def test_a_choice_that_ends_too_early_is_another_answer() -> None:
-    got = Given()
+    got = AnswerSoFar()
     got.add(chat({"content": "abc"}, index=1))
-    rest = got.shown()
+    rest = got.prefix()
     rest.trim(chat({"content": "a"}, index=1))
     with pytest.raises(Diverged):
         rest.trim(chat({}, index=1, finish="stop"))
 
 
 def test_choices_do_not_mix() -> None:
-    got = Given()
+    got = AnswerSoFar()
     for index, letter in itertools.product(range(3), "ab"):
         got.add(chat({"content": f"{index}{letter}"}, index=index))
-    rest = got.shown()
+    rest = got.prefix()
     assert rest.trim(chat({"content": "1a"}, index=1)) is None
     left = rest.trim(chat({"content": "0a0bc"}, index=0))
     assert isinstance(left, dict)
@@ -181,9 +181,9 @@ def test_choices_do_not_mix() -> None:
 
 
 def test_a_long_answer_is_put_together_in_linear_time() -> None:
-    got = Given()
+    got = AnswerSoFar()
     for _ in range(50_000):
         got.add(chat({"content": "word "}))
-    answer = whole(got)
+    answer = to_answer(got)
     assert isinstance(answer, dict)
     assert len(answer["choices"][0]["message"]["content"]) == 250_000

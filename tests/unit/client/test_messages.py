@@ -24,7 +24,15 @@ from inferbus.schemas.errors import (
     NoWorker,
 )
 from inferbus.schemas.headers import Continuation
-from inferbus.workers.client.messages import End, Failure, Piece, Whole, error_of, read, read_result
+from inferbus.workers.client.messages import (
+    ChunkMessage,
+    EndMark,
+    ErrorMessage,
+    WholeMessage,
+    parse_message,
+    parse_result,
+    status_error,
+)
 from tests.support.answers import chat, chat_answer
 
 TYPES = [codec.JSON, codec.MSGPACK]
@@ -39,52 +47,56 @@ ANSWER = TokenAnswer(
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_chunks_are_read_in_either_content_type_without_being_told_which(kind: str) -> None:
-    assert read(codec.encode(CHUNK, kind), None) == Piece(attempt=2, seq=3, chunk=CHUNK)
+    assert parse_message(codec.encode(CHUNK, kind), None) == ChunkMessage(attempt=2, seq=3, chunk=CHUNK)
     text = chat({"content": "a"})
-    assert read(codec.encode(text, kind), {}) == Piece(attempt=1, seq=0, chunk=text)
+    assert parse_message(codec.encode(text, kind), {}) == ChunkMessage(attempt=1, seq=0, chunk=text)
 
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_answers_in_one_piece_are_told_from_chunks(kind: str) -> None:
-    assert read(codec.encode(ANSWER, kind), {}) == Whole(attempt=1, answer=ANSWER)
-    assert read(codec.encode(chat_answer("a"), kind), {}) == Whole(attempt=1, answer=chat_answer("a"))
+    assert parse_message(codec.encode(ANSWER, kind), {}) == WholeMessage(attempt=1, answer=ANSWER)
+    assert parse_message(codec.encode(chat_answer("a"), kind), {}) == WholeMessage(
+        attempt=1, answer=chat_answer("a")
+    )
 
 
 def test_token_ids_beside_text_are_no_concern_of_the_user() -> None:
     text = chat({"content": "a"})
     assert isinstance(text, dict)
-    assert read(codec.encode(text | {"token_ids": [7]}), {}) == Piece(attempt=1, seq=0, chunk=text)
+    assert parse_message(codec.encode(text | {"token_ids": [7]}), {}) == ChunkMessage(
+        attempt=1, seq=0, chunk=text
+    )
 
 
 def test_a_continuation_says_where_it_goes_on() -> None:
-    found = read(codec.encode(CHUNK), {"Infer-Continues": "1:37"})
-    assert isinstance(found, Piece)
+    found = parse_message(codec.encode(CHUNK), {"Infer-Continues": "1:37"})
+    assert isinstance(found, ChunkMessage)
     assert found.continues == Continuation(1, 37)
 
 
 def test_an_error_becomes_its_class() -> None:
     body = codec.encode(ErrorAnswer(error=InvalidRequest("no", param="n").body(), job="j", attempt=3))
-    found = read(body, {})
-    assert isinstance(found, Failure)
+    found = parse_message(body, {})
+    assert isinstance(found, ErrorMessage)
     assert (found.attempt, type(found.error), found.error.param) == (3, InvalidRequest, "n")
 
 
 @pytest.mark.parametrize(("retryable", "kind"), [(True, InfrastructureError), (False, CallerError)])
 def test_an_error_of_a_newer_worker_becomes_its_nearest_class(retryable: bool, kind: type[Exception]) -> None:
     answer = ErrorAnswer(error=ErrorBody(code="new_thing", message="x", retryable=retryable))
-    found = read(codec.encode(answer), {})
-    assert isinstance(found, Failure)
+    found = parse_message(codec.encode(answer), {})
+    assert isinstance(found, ErrorMessage)
     assert isinstance(found.error, kind)
 
 
 def test_the_end_mark_is_an_empty_body_with_its_headers() -> None:
     found = {"Infer-Status": "ok", "Infer-Chunks": "7", "Infer-Attempt": "2", "Infer-Worker": "d"}
-    assert read(b"", found) == End(attempt=2, status="ok", messages=7, worker="d")
+    assert parse_message(b"", found) == EndMark(attempt=2, status="ok", messages=7, worker="d")
 
 
 def test_nobody_there_is_an_error_that_nothing_follows() -> None:
-    found = read(b"", {"Status": "503"})
-    assert isinstance(found, Failure)
+    found = parse_message(b"", {"Status": "503"})
+    assert isinstance(found, ErrorMessage)
     assert isinstance(found.error, NoWorker)
     assert found.final
 
@@ -99,7 +111,7 @@ def test_nobody_there_is_an_error_that_nothing_follows() -> None:
     ],
 )
 def test_what_says_nothing_of_the_answer_is_passed_over(body: bytes, found: dict[str, str]) -> None:
-    assert read(body, found) is None
+    assert parse_message(body, found) is None
 
 
 @pytest.mark.parametrize(
@@ -116,17 +128,17 @@ def test_what_says_nothing_of_the_answer_is_passed_over(body: bytes, found: dict
 )
 def test_what_is_not_of_the_contract_is_an_internal_error(body: bytes) -> None:
     try:
-        found = read(body, {})
+        found = parse_message(body, {})
     except InternalError:
         return
-    assert isinstance(found, Failure)
+    assert isinstance(found, ErrorMessage)
     assert isinstance(found.error, InternalError)
 
 
 @given(st.binary(max_size=60), st.dictionaries(st.sampled_from(["Infer-Attempt", "Infer-Chunks"]), st.text()))
 def test_no_bytes_raise_anything_else(body: bytes, found: dict[str, str]) -> None:
     with contextlib.suppress(InternalError):
-        read(body, found)
+        parse_message(body, found)
 
 
 @given(
@@ -137,23 +149,23 @@ def test_no_bytes_raise_anything_else(body: bytes, found: dict[str, str]) -> Non
 def test_no_shape_of_a_chunk_raises_anything_else(value: Any) -> None:
     for field in ("seq", "attempt", "choices", "error", "token_ids", "job"):
         with contextlib.suppress(InternalError):
-            read(msgspec.json.encode({"seq": 0, "choices": []} | {field: value}), {})
+            parse_message(msgspec.json.encode({"seq": 0, "choices": []} | {field: value}), {})
 
 
 def test_a_result_names_its_submission_and_who_answered() -> None:
     found = {"Infer-Status": "ok", "Infer-Submission": "9", "Infer-Worker": "d", "Infer-Prefill-Worker": "p"}
-    result = read_result(codec.encode(ANSWER), found)
+    result = parse_result(codec.encode(ANSWER), found)
     assert (result.answer, result.error) == (ANSWER, None)
     assert (result.status, result.submission, result.worker, result.prefill_worker) == ("ok", 9, "d", "p")
 
 
 def test_a_result_that_is_a_chunk_is_refused() -> None:
     with pytest.raises(InternalError):
-        read_result(codec.encode(CHUNK), {})
+        parse_result(codec.encode(CHUNK), {})
 
 
 def test_a_status_has_its_error() -> None:
-    assert error_of("ok") is None
-    assert isinstance(error_of("cancelled"), Cancelled)
-    assert isinstance(error_of("expired"), DeadlineExceeded)
-    assert isinstance(error_of("error"), InternalError)
+    assert status_error("ok") is None
+    assert isinstance(status_error("cancelled"), Cancelled)
+    assert isinstance(status_error("expired"), DeadlineExceeded)
+    assert isinstance(status_error("error"), InternalError)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import importlib.resources
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
+import inferbus
 from inferbus import schemas
 from inferbus.schemas.errors import BY_CODE
+from inferbus.workers import client
 
 HEAVY = ("torch", "sglang", "nixl", "transformers", "numpy")
 NETWORK = ("nats", "nkeys")
+WORKER = ("uvloop", "prometheus_client")
 TERMINAL = ("click", "rich", "structlog")
 
 
@@ -22,7 +26,7 @@ TERMINAL = ("click", "rich", "structlog")
         ("inferbus", ("msgspec", *HEAVY, *NETWORK, *TERMINAL)),
         ("inferbus.schemas", (*HEAVY, *NETWORK, *TERMINAL, "inferbus.workers")),
         ("inferbus.schemas.export", (*HEAVY, *NETWORK, *TERMINAL, "inferbus.workers")),
-        ("inferbus.workers.client", (*HEAVY, "click")),
+        ("inferbus.workers.client", (*HEAVY, *WORKER, "click")),
         ("inferbus.workers.engine.interface", (*HEAVY, *NETWORK)),
         ("inferbus.workers.engine.scripted", (*HEAVY, *NETWORK)),
     ],
@@ -50,10 +54,22 @@ def _with_path(code: str) -> str:
     return f"import sys; sys.path[:] = {sys.path!r}; {code}"
 
 
-def test_the_public_surface_is_sorted_and_is_there() -> None:
-    assert list(schemas.__all__) == sorted(schemas.__all__)
-    assert all(hasattr(schemas, name) for name in schemas.__all__)
-    assert len(set(schemas.__all__)) == len(schemas.__all__)
+@pytest.mark.parametrize("package", [inferbus, schemas, client], ids=lambda package: package.__name__)
+def test_the_public_surface_is_sorted_and_every_name_resolves(package: ModuleType) -> None:
+    assert list(package.__all__) == sorted(package.__all__)
+    assert all(getattr(package, name) is not None for name in package.__all__)
+    assert len(set(package.__all__)) == len(package.__all__)
+    assert set(package.__all__) <= set(dir(package))
+
+
+def test_the_package_offers_everything_that_the_client_offers() -> None:
+    assert set(client.__all__) <= set(inferbus.__all__)
+    assert all(getattr(inferbus, name) is getattr(client, name) for name in client.__all__)
+
+
+def test_a_name_that_is_not_public_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="'Nothing'"):
+        inferbus.Nothing  # noqa: B018
 
 
 def test_every_error_is_part_of_the_public_surface() -> None:

@@ -11,7 +11,7 @@ from inferbus.schemas.subjects import Subjects
 from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.bus.connection.permissions import Permissions, Refusal
 from inferbus.workers.client import WorkerLost
-from inferbus.workers.client.alive import QUESTIONS, Question
+from inferbus.workers.client.liveness import MAX_UNANSWERED, LivenessProbe
 
 
 class Line:
@@ -34,24 +34,24 @@ class Line:
         self.asked.append(subject)
 
 
-def asking(line: Line) -> Question:
-    return Question(line, "job")  # type: ignore[arg-type]
+def asking(line: Line) -> LivenessProbe:
+    return LivenessProbe(line, "job")  # type: ignore[arg-type]
 
 
 def test_a_worker_is_gone_when_nobody_has_answered_for_a_while() -> None:
     line = Line()
     question = asking(line)
-    for _ in range(QUESTIONS):
+    for _ in range(MAX_UNANSWERED):
         question.ask()
     with pytest.raises(WorkerLost):
         question.ask()
-    assert line.asked == ["infer.alive.live.job"] * QUESTIONS
+    assert line.asked == ["infer.alive.live.job"] * MAX_UNANSWERED
 
 
 def test_an_answer_and_a_connection_that_is_away_begin_the_count_anew() -> None:
     line = Line()
     question = asking(line)
-    for number in range(5 * QUESTIONS):
+    for number in range(5 * MAX_UNANSWERED):
         question.ask()
         if number % 4 == 0:
             line.answer(Message("_INBOX.x", b""))
@@ -62,6 +62,6 @@ def test_who_may_not_ask_of_one_request_asks_of_none_and_raises_no_alarm() -> No
     line = Line()
     line.permissions.add(Refusal("publish", "infer.alive.live.other"))
     question = asking(line)
-    for _ in range(3 * QUESTIONS):
+    for _ in range(3 * MAX_UNANSWERED):
         question.ask()
     assert not line.asked

@@ -1,4 +1,4 @@
-"""What a client sends: ids, headers and bodies."""
+"""Builds what a client sends: ids, headers and bodies."""
 
 from __future__ import annotations
 
@@ -15,26 +15,32 @@ from inferbus.schemas.subjects import Kind, escape
 _ID: Final = re.compile(r"[!-~]+")
 
 Deadline = float | dt.timedelta | dt.datetime
-"""Seconds from the request's arrival, or a moment; a moment must know its offset from UTC."""
+"""Seconds from the request's arrival, or an aware moment."""
 
 
-def headers_of(
+def request_headers(
     job: str, *, content_type: str, deadline: Deadline | None, traceparent: str | None
 ) -> dict[str, str]:
     """The headers of a request."""
-    found = {headers.JOB_ID: job, headers.CONTENT_TYPE: content_type}
+    built = {headers.JOB_ID: job, headers.CONTENT_TYPE: content_type}
     if deadline is not None:
-        found[headers.DEADLINE] = _text(deadline)
+        built[headers.DEADLINE] = _deadline_text(deadline)
     if traceparent is not None:
-        found[headers.TRACEPARENT] = traceparent
-    return found
+        built[headers.TRACEPARENT] = traceparent
+    return built
 
 
-def body_of(kind: Kind, fields: Mapping[str, Any], *, stream: bool | None) -> dict[str, Any]:
-    """A body with what this client wants to know: the usage, in streams too."""
+def request_body(kind: Kind, fields: Mapping[str, Any], *, streamed: bool | None) -> dict[str, Any]:
+    """A body that asks for the usage in a streamed answer too.
+
+    Args:
+        kind: Of the request.
+        fields: The body as the caller gave it.
+        streamed: The body's `stream`; None leaves it as it is.
+    """
     body = dict(fields)
-    if stream is not None:
-        body["stream"] = stream
+    if streamed is not None:
+        body["stream"] = streamed
     if kind != "tokens" and body.get("stream") is not False and body.get("stream_options") is None:
         body["stream_options"] = {"include_usage": True}
     return body
@@ -55,7 +61,7 @@ def checked_id(job: str | None) -> str:
     return job
 
 
-def _text(deadline: Deadline) -> str:
+def _deadline_text(deadline: Deadline) -> str:
     if isinstance(deadline, dt.datetime):
         return deadline.isoformat()
     seconds = deadline.total_seconds() if isinstance(deadline, dt.timedelta) else deadline

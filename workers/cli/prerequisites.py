@@ -1,0 +1,67 @@
+"""What a command needs of this machine and installation, checked before it starts anything."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from importlib.util import find_spec
+from typing import Final
+
+from inferbus.workers.cli.running import CommandFailed
+
+SGLANG_PYTHONS: Final = ((3, 11), (3, 12))
+"""Python versions that SGLang and its packages are released for."""
+
+
+def check_worker(*, scripted: bool) -> None:
+    """Checks that workers can run here.
+
+    Args:
+        scripted: Whether they replay a script instead of running SGLang.
+
+    Raises:
+        CommandFailed: They cannot; says what to do.
+    """
+    if sys.platform != "linux":
+        raise CommandFailed("workers run on Linux only; the client and the other commands run here too")
+    require("prometheus_client", "uvloop", extra="worker")
+    if not scripted:
+        if sys.version_info[:2] not in SGLANG_PYTHONS:
+            versions = " or ".join(f"{major}.{minor}" for major, minor in SGLANG_PYTHONS)
+            raise CommandFailed(
+                f"SGLang needs Python {versions} and this is {sys.version_info[0]}.{sys.version_info[1]}; "
+                "the client and the other commands run here too"
+            )
+        require("sglang", "nixl", extra="gpu")
+
+
+def check_demo_model() -> None:
+    """Checks that the demo model can be converted.
+
+    Raises:
+        CommandFailed: Packages are missing; names the extra that has them.
+    """
+    require("numpy", "gguf", extra="gpu")
+
+
+def require(*modules: str, extra: str) -> None:
+    """Checks that modules are installed.
+
+    Raises:
+        CommandFailed: Some are missing; names the extra that has them.
+    """
+    missing = [name for name in modules if not _installed(name)]
+    if missing:
+        raise CommandFailed(missing_message(missing, extra=extra))
+
+
+def missing_message(modules: Iterable[str], *, extra: str) -> str:
+    """The line about modules that are not installed."""
+    return f"{' and '.join(modules)} not installed: pip install 'inferbus[{extra}]'"
+
+
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ValueError:  # Imported already, without a specification.
+        return True
