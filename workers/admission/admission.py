@@ -2,8 +2,9 @@
 
 Two budgets stand before the engine:
 
-* **Prompt window.** Bounds the tokens of prompts that the engine has and that have no first token yet. With
-  two prefill steps of tokens the engine always finds its next step full, and its own queue stays that short.
+* **Prompt window.** A prompt goes to the engine while fewer tokens than these are ahead of it: of prompts
+  that the engine has and that have no first token yet. SGLang plans a step while one runs, so with three
+  steps of tokens it always finds its next one full, and its own queue stays that short.
   A live request counts live prompts only: SGLang orders its queue by priority, so jobs are not ahead of it.
 * **KV tokens.** The forecast peak of everything that runs (see `forecast`) stays within the KV cache. Jobs
   leave a share of it to live requests.
@@ -24,7 +25,7 @@ from typing import Final
 
 import msgspec
 
-from inferbus.workers.admission.classes import BATCH, LIVE, ORDER, ServiceClass
+from inferbus.workers.admission.classes import BATCH, JOBS, LIVE, ORDER, ServiceClass
 from inferbus.workers.admission.forecast import Expectation, peak
 
 JOBS_TURN: Final = 16
@@ -43,7 +44,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         slots: Requests, at least 1.
         kv_tokens: Tokens of the engine's KV cache.
-        window: Tokens of prompts that have no first token yet.
+        window: Tokens of prompts without a first token beyond which no further prompt starts.
         staged: Tokens of prompts beyond the window that may be prepared meanwhile.
         live_share: Share of slots and KV tokens that jobs leave to live requests; one slot always remains for
             jobs.
@@ -102,11 +103,12 @@ class Permit:
             choices: Sequences that are generated for it.
         """
         self._expectation.saw_prompt(prompt)
-        began = time.monotonic()
+        clock = self._admission._clock
+        began = clock()
         try:
             await self._admission._enter(self, prompt, allowed, choices)
         finally:
-            self.waited = time.monotonic() - began
+            self.waited = clock() - began
 
     def first_token(self) -> None:
         """One of its choices has its first token: its prompt is computed."""
@@ -170,14 +172,16 @@ class Admission:
         self._held: dict[Permit, None] = {}
         self._queues: dict[ServiceClass, deque[Permit]] = {name: deque() for name in ORDER}
         self._jobs = 0
-        self._admitted = 0
-        self._staged_tokens = 0
+        self._jobs_admitted = 0
         self._worst = 0
+        self._staged = dict.fromkeys(ORDER, 0)
         self._waiting = dict.fromkeys(ORDER, 0)
         self._forecast: tuple[float, int] = (-math.inf, 0)
+        self._outdated = False
+        self._look_again: asyncio.TimerHandle | None = None
         self._live_since_job = 0
         self._turn_until: float | None = None
-        self._update()
+        self._set_room()
 
     @property
     def busy(self) -> int:
@@ -224,14 +228,14 @@ class Admission:
         permit = Permit(self, service_class)
         self._held[permit] = None
         self._jobs += service_class != LIVE
-        self._staged_tokens += permit.tokens
+        self._staged[permit.service_class] += permit.tokens
         self._update()
         return permit
 
     async def _enter(self, permit: Permit, prompt: int, allowed: int, choices: int) -> None:
-        self._staged_tokens -= permit.tokens
+        self._staged[permit.service_class] -= permit.tokens
         permit._prompt, permit._allowed, permit._choices = prompt, allowed, choices
-        self._staged_tokens += permit.tokens
+        self._staged[permit.service_class] += permit.tokens
         permit._turn = asyncio.get_running_loop().create_future()
         self._queues[permit.service_class].append(permit)
         self._update()
@@ -241,12 +245,13 @@ class Admission:
         permit._admitted = True
         if permit._turn is not None and not permit._turn.done():
             permit._turn.set_result(None)
-        self._admitted += 1
-        self._staged_tokens -= permit.tokens
+        self._jobs_admitted += permit.service_class != LIVE
+        self._staged[permit.service_class] -= permit.tokens
         self._worst += permit.worst
         self._waiting[permit.service_class] += permit.tokens
         when, forecast = self._forecast
         self._forecast = (when, forecast + sum(permit._growth()))
+        self._outdated = True
         if permit.service_class == LIVE and self._jobs_wait:
             self._live_since_job += permit.tokens
 
@@ -260,19 +265,23 @@ class Admission:
         del self._held[permit]
         self._jobs -= permit.service_class != LIVE
         if permit._admitted:
-            self._admitted -= 1
+            self._jobs_admitted -= permit.service_class != LIVE
+            self._outdated = True
             self._worst -= permit.worst
             self._waiting[permit.service_class] -= permit.tokens if permit.waits else 0
         else:
-            self._staged_tokens -= permit.tokens
+            self._staged[permit.service_class] -= permit.tokens
             with contextlib.suppress(ValueError):
                 self._queues[permit.service_class].remove(permit)
         self._update()
 
     @property
     def _jobs_wait(self) -> bool:
-        """Whether the engine has a job whose prompt is not computed."""
-        return any(self._waiting[name] for name in ORDER if name != LIVE)
+        """Whether a job waits for its prompt to be computed, in the engine or here; for nothing else."""
+        if any(self._waiting[name] for name in JOBS):
+            return True
+        first = next((self._queues[name][0] for name in JOBS if self._queues[name]), None)
+        return first is not None and self._holds(first.worst, sum(first._growth()))
 
     def _update(self) -> None:
         """Admits whatever fits, the most urgent first, and tells whether another job may be taken."""
@@ -280,16 +289,19 @@ class Admission:
             queue = self._queues[name]
             while queue and self._fits(queue[0]):
                 self._admit(queue.popleft())
+        self._set_room()
+        self._changed()
+
+    def _set_room(self) -> None:
         room = self._has_room()
         gained, lost = (self.room, self.no_room) if room else (self.no_room, self.room)
         gained.set()
         lost.clear()
-        self._changed()
 
     def _fits(self, permit: Permit) -> bool:
         live = permit.service_class == LIVE
         ahead = self._waiting[LIVE] if live else self.window_used
-        if ahead and ahead + permit.tokens > self.budget.window:
+        if ahead >= self.budget.window:
             return False
         if live:
             return not (self._jobs_wait and self._jobs_turn())
@@ -298,26 +310,45 @@ class Admission:
     def _has_room(self) -> bool:
         if self.full or self._jobs >= self._job_slots:
             return False
-        if any(self._queues[name] for name in ORDER if name != LIVE):
+        if any(self._queues[name] for name in JOBS):
             return False
-        ahead = self.window_used + self._staged_tokens
-        expected = round(self._expectations[BATCH].prompt)
-        if ahead and ahead + expected > self.budget.window + self.budget.staged:
+        staged = sum(self._staged.values())
+        if self.window_used + staged >= self.budget.window + self.budget.staged and self._prompts_of_jobs:
+            # Beside any number of live requests one job is taken, and waits for its turn.
             return False
-        return self._holds(self._staged_tokens + expected, self._staged_tokens + expected)
+        expected = staged + round(self._expectations[BATCH].prompt)
+        return self._holds(expected, expected)
+
+    @property
+    def _prompts_of_jobs(self) -> int:
+        """Tokens of jobs' prompts that are not computed."""
+        return sum(self._waiting[name] + self._staged[name] for name in JOBS)
 
     def _holds(self, worst: int, expected: int) -> bool:
-        """Whether the KV cache holds so many more tokens beside what runs; an idle worker tries anything."""
-        if not self._admitted or self._worst + worst <= self._job_tokens:
+        """Whether the KV cache holds so many more tokens beside what runs.
+
+        A worker without a job tries any: live requests alone must not keep out one that is larger than the
+        share of jobs.
+        """
+        if not self._jobs_admitted or self._worst + worst <= self._job_tokens:
             return True
-        return self._recent_forecast() + expected <= self._job_tokens
+        if self._recent_forecast() + expected <= self._job_tokens:
+            return True
+        if self._outdated and self._look_again is None:
+            # Nothing else may happen for a long time.
+            self._look_again = asyncio.get_running_loop().call_later(FORECAST_AGE, self._forecast_aged)
+        return False
 
     def _recent_forecast(self) -> int:
         """The forecast, at most `FORECAST_AGE` old, with the final sizes of what was admitted since."""
         now = self._clock()
-        if now - self._forecast[0] > FORECAST_AGE:
-            self._forecast = (now, self.kv_forecast)
+        if now - self._forecast[0] >= FORECAST_AGE:
+            self._forecast, self._outdated = (now, self.kv_forecast), False
         return self._forecast[1]
+
+    def _forecast_aged(self) -> None:
+        self._look_again = None
+        self._update()
 
     def _jobs_turn(self) -> bool:
         """Whether live requests have had so much that a job in the engine comes first."""

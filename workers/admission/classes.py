@@ -11,6 +11,8 @@ INTERACTIVE: Final = "interactive"
 BATCH: Final = "batch"
 ORDER: Final[tuple[ServiceClass, ...]] = (LIVE, INTERACTIVE, BATCH)
 """The most urgent one first."""
+JOBS: Final[tuple[ServiceClass, ...]] = (INTERACTIVE, BATCH)
+"""Those of durable jobs."""
 
 _BASE: Final[dict[ServiceClass, int]] = {LIVE: 10_000, INTERACTIVE: 1_000, BATCH: 0}
 _OWN_LIMIT: Final = 400

@@ -56,5 +56,4 @@ class Expectation:
 
     def new_tokens(self, generated: int, allowed: int) -> int:
         """Tokens that a request is expected to generate yet."""
-        left = max(0, allowed - generated)
-        return min(left, max(round(self.share * allowed) - generated, round(self.share * left)))
+        return round(self.share * max(0, allowed - generated))
