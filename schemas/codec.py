@@ -90,7 +90,7 @@ def decode_object(data: bytes, kind: str = JSON) -> dict[str, Any]:
 
 
 def split_path(message: str, root: str = "") -> tuple[str, str | None]:
-    """msgspec's message, apart from the path of the field that it is about.
+    """Splits msgspec's message from the path of the field that it is about.
 
     The result is safe to send and to log: what msgspec's texts quote of the data is cut off.
 

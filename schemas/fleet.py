@@ -47,6 +47,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
         max_running: Requests that run at once.
         max_prefill_tokens: Tokens of one prefill batch.
         vocabulary: Token ids are below this.
+        step_tokens: Prompt tokens that the engine computes in one step; 0 where the worker does not tell.
     """
 
     context_length: int
@@ -55,6 +56,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int
     max_prefill_tokens: int
     vocabulary: int
+    step_tokens: int = 0
 
 
 class Load(msgspec.Struct, kw_only=True):
@@ -66,6 +68,8 @@ class Load(msgspec.Struct, kw_only=True):
         running: Requests in the engine's batch.
         waiting: Requests that the engine has queued.
         kv_used: Tokens of the KV cache in use.
+        kv_forecast: Tokens of the KV cache that the requests in the engine will need at most.
+        queued: Requests that the worker holds back until the engine can start them.
     """
 
     slots: int
@@ -73,6 +77,8 @@ class Load(msgspec.Struct, kw_only=True):
     running: int = 0
     waiting: int = 0
     kv_used: int = 0
+    kv_forecast: int = 0
+    queued: int = 0
 
 
 class WorkerInfo(msgspec.Struct, omit_defaults=True, kw_only=True):

@@ -84,6 +84,7 @@ class TokenRequest(Request, omit_defaults=True, kw_only=True):
     top_logprobs: TopLogprobs | None = None
 
     def check(self) -> None:
+        """See `Request.check`."""
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
 
@@ -117,6 +118,7 @@ class ChatRequest(Request, omit_defaults=True, kw_only=True):
     service_tier: str | None = None
 
     def check(self) -> None:
+        """See `Request.check`."""
         for i, message in enumerate(self.messages):
             _check_message(f"messages[{i}]", message)
 
@@ -139,6 +141,7 @@ class CompletionRequest(Request, omit_defaults=True, kw_only=True):
     stream_options: StreamOptions | None = None
 
     def check(self) -> None:
+        """See `Request.check`."""
         if self.suffix:
             raise InvalidRequest("suffix is not supported", param="suffix")
 

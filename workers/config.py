@@ -97,6 +97,7 @@ class BusSettings(_Section, frozen=True, kw_only=True):
         return Subjects(self.prefix)
 
     def problems(self) -> Iterator[tuple[str, str]]:
+        """Unusable URLs, and settings that exclude or need each other."""
         for url in self.urls:
             parts = urlsplit(url if "://" in url else f"nats://{url}")
             if parts.scheme not in _SCHEMES or not parts.hostname:
@@ -182,6 +183,7 @@ class WorkerSettings(_Section, frozen=True, kw_only=True):
         return self.ack_wait / 3
 
     def problems(self) -> Iterator[tuple[str, str]]:
+        """Unknown classes, and reply prefixes that are none."""
         if unknown := sorted(set(self.classes) - set(CLASSES)):
             yield "classes", f"knows {', '.join(CLASSES)}; not {', '.join(unknown)}"
         for prefix in self.reply_prefixes:

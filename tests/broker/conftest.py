@@ -30,11 +30,8 @@ async def connect(server: NatsServer) -> AsyncIterator[Connect]:
     async with AsyncExitStack() as stack:
 
         async def connect(*, watchdog: float = 5.0, **settings: Any) -> Bus:
-            bus = await Bus.connect(
-                BusSettings(**({"urls": (server.url,), "connect_timeout": 2.0} | settings)),
-                name="test",
-                watchdog=watchdog,
-            )
+            given: dict[str, Any] = {"urls": (server.url,), "connect_timeout": 2.0} | settings
+            bus = await Bus.connect(BusSettings(**given), name="test", watchdog=watchdog)
             stack.push_async_callback(bus.close)
             return bus
 

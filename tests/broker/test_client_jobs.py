@@ -382,7 +382,7 @@ async def test_a_job_submitted_while_the_server_is_away_is_stored_once(
 async def test_a_job_whose_acknowledgement_was_lost_is_stored_once(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request, lost = client.bus.request, []
+    request, lost = client.bus.request, list[Message]()
 
     async def requesting(subject: str, *arguments: Any) -> Message:
         answer = await request(subject, *arguments)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import msgspec
 import nkeys
 import pytest
 
@@ -71,15 +72,13 @@ async def test_a_connection_is_encrypted_and_made_again_after_a_restart(
 @needs_openssl
 async def test_a_client_certificate_is_presented(tmp_path: Path, certificates: Path) -> None:
     async with NatsServer(tmp_path, extra=tls(certificates, verify=True)) as server:
-        trust = {"urls": (server.url,), "tls_ca": certificates / "ca.pem"}
-        bus = await Bus.connect(
-            BusSettings(tls_cert=certificates / "client.pem", tls_key=certificates / "client.key", **trust),
-            name="test",
-        )
+        trust = BusSettings(urls=(server.url,), tls_ca=certificates / "ca.pem")
+        own = {"tls_cert": certificates / "client.pem", "tls_key": certificates / "client.key"}
+        bus = await Bus.connect(msgspec.structs.replace(trust, **own), name="test")
         await bus.flush()
         await bus.close()
         with pytest.raises(BusUnavailable):
-            await Bus.connect(BusSettings(**trust), name="test")
+            await Bus.connect(trust, name="test")
 
 
 @needs_openssl

@@ -35,7 +35,13 @@ SUBJECT = "infer.jobs.m.batch.acme.tokens"
 
 
 async def bury(
-    bus: Bus, job: str, *, model: str = "m", subject: str = SUBJECT, submission: int = 7, **more: str
+    bus: Bus,
+    job: str,
+    *,
+    model: str = "m",
+    subject: str = SUBJECT,
+    submission: int = 7,
+    more: Mapping[str, str] | None = None,
 ) -> int:
     """A dead letter as a worker writes it; returns its sequence."""
     headers = {
@@ -47,7 +53,7 @@ async def bury(
         "Infer-Submission": str(submission),
         "Infer-Worker": "w1",
         "Nats-Msg-Id": f"dead-{job}",
-        **more,
+        **(more or {}),
     }
     sequence = await bus.store(f"infer.dead.{model}.tokens", BODY, headers)
     assert sequence is not None
@@ -99,7 +105,7 @@ async def denying(tmp_path: Path, *subjects: str) -> AsyncIterator[tuple[Bus, Bu
 
 
 async def test_a_letter_says_what_died_and_why(streams: Bus, operator: Operator) -> None:
-    sequence = await bury(streams, "j", **{"Infer-Deadline": "60"})
+    sequence = await bury(streams, "j", more={"Infer-Deadline": "60"})
     [letter] = [letter async for letter in operator.letters()]
     assert letter.letter == sequence
     assert (letter.owner, letter.job, letter.model, letter.job_class, letter.kind) == (
@@ -137,7 +143,7 @@ async def test_a_letter_that_is_nonsense_is_listed_all_the_same(streams: Bus, op
 
 async def test_replaying_queues_the_job_as_it_was_submitted(streams: Bus, operator: Operator) -> None:
     own = {"Content-Type": "application/json", "traceparent": "00-1", "Infer-Deadline": "60"}
-    first = await bury(streams, "j", **own, **{"Nats-Expected-Stream": "INFER_DEAD"})
+    first = await bury(streams, "j", more={**own, "Nats-Expected-Stream": "INFER_DEAD"})
     done = await operator.replay(first)
     assert done is not None
     assert (done.letter, done.before) == (first, False)
@@ -153,7 +159,7 @@ async def test_replaying_queues_the_job_as_it_was_submitted(streams: Bus, operat
 
 async def test_a_replay_may_leave_the_deadline_behind(streams: Bus, operator: Operator) -> None:
     await operator.replay(
-        await bury(streams, "j", **{"Infer-Deadline": "2020-01-01T00:00:00Z"}), deadline=False
+        await bury(streams, "j", more={"Infer-Deadline": "2020-01-01T00:00:00Z"}), deadline=False
     )
     job = await streams.last(layout.JOBS, SUBJECT)
     assert job is not None
@@ -162,7 +168,7 @@ async def test_a_replay_may_leave_the_deadline_behind(streams: Bus, operator: Op
 
 async def test_two_letters_of_one_job_are_two_submissions(streams: Bus, operator: Operator) -> None:
     for submission in (7, 9):
-        sequence = await bury(streams, "j", submission=submission, **{"Nats-Msg-Id": f"dead-{submission}"})
+        sequence = await bury(streams, "j", submission=submission, more={"Nats-Msg-Id": f"dead-{submission}"})
         assert await operator.replay(sequence) is not None
     assert ids(await operator.jobs()) == ["j", "j"]
 
@@ -206,7 +212,7 @@ async def test_a_letter_cannot_make_an_operator_publish_elsewhere(
 async def test_a_full_queue_leaves_the_letter_where_it_is(bus: Bus) -> None:
     await provision(bus, StreamSettings(jobs_max_bytes=MIB))
     await bus.store(SUBJECT, b"x" * (MIB - 8192))
-    sequence = await bury(bus, "j", traceparent="x" * 8192)
+    sequence = await bury(bus, "j", more={"traceparent": "x" * 8192})
     with pytest.raises(Overloaded, match="the queue is full: maximum bytes exceeded"):
         await Operator(bus).replay(sequence)
     assert await names(Operator(bus)) == ["j"]

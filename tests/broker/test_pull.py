@@ -195,7 +195,7 @@ async def test_a_terminated_job_is_gone_and_its_reason_kept(streams: Bus, queues
 
 async def test_a_job_is_delivered_until_a_worker_ends_it(streams: Bus, queues: Queues) -> None:
     """At a bound of its own the server would keep the job and show it to nobody: workers bound attempts."""
-    queue = await queues(max_deliver=3)
+    queue = await queues(max_attempts=3)
     await submit(streams, "poison")
     for attempt in range(1, 8):
         delivery = await asyncio.wait_for(queue.take(), 5)
@@ -275,7 +275,7 @@ async def test_a_server_that_stopped_for_a_while_does_not_leave_the_queue_stuck(
 async def test_killed_and_restarted_over_and_over_every_job_is_delivered(
     streams: Bus, queues: Queues, server: NatsServer
 ) -> None:
-    queue = await queues(max_deliver=100)
+    queue = await queues(max_attempts=100)
     names = [str(number) for number in range(200)]
     await submit(streams, *names)
     done: set[bytes] = set()
@@ -337,7 +337,7 @@ async def test_without_jetstream_it_asks_ever_less_often_and_says_so_once(
     await eventually(lambda: streams.connected)
     await submit(streams, "after")
     delivery = await asyncio.wait_for(taking, 8)
-    assert queue.healthy
+    await eventually(lambda: queue.healthy)
     await delivery.ack()
 
 

@@ -15,6 +15,7 @@ from inferbus.schemas.fleet import Load, WorkerInfo
 from inferbus.workers.bus import layout
 from inferbus.workers.bus.connection import Bus
 from inferbus.workers.bus.errors import ApiError
+from inferbus.workers.bus.message import Message
 from inferbus.workers.bus.registry import Registry, Roster
 from inferbus.workers.config import WorkerSettings
 from inferbus.workers.stack.server import NatsServer
@@ -203,8 +204,9 @@ async def test_a_load_that_cannot_be_told_does_not_silence_a_worker(streams: Bus
 
     settings = WorkerSettings(announce_interval=0.1)
     async with Registry(streams, info("w1"), settings=settings, load=load), Roster(streams) as roster:
-        heard: list[float] = []
-        await eventually(lambda: heard.append(roster._entries and 1) or len(heard) > 30)
+        heard: list[Message] = []
+        await streams.subscribe(f"$KV.{fleet.BUCKET}.>", heard.append)
+        await eventually(lambda: len(heard) >= 3)
         assert names(roster) == ["w1"]
 
 

@@ -239,7 +239,7 @@ async def test_a_job_streams_stores_its_result_and_leaves_the_queue(nc: Client) 
     assert json.loads(result.data)["choices"][0]["message"]["content"] == "The capital of France is Paris."
 
     async def gone() -> bool:
-        return (await js.stream_info("INFER_JOBS")).state.messages == 0
+        return bool((await js.stream_info("INFER_JOBS")).state.messages == 0)
 
     await eventually(gone)
 

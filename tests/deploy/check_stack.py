@@ -85,7 +85,7 @@ async def ready(client: Client, **wanted: int) -> None:
     """Wait until there are as many ready workers of each role."""
     async with asyncio.timeout(READY_SECONDS):
         while True:
-            found = Counter(info.role for info in await client.workers() if info.state == "ready")
+            found = Counter[str](info.role for info in await client.workers() if info.state == "ready")
             if all(found[role] == count for role, count in wanted.items()):
                 return
             await asyncio.sleep(1)

@@ -17,7 +17,7 @@ from tests.support.fleet import Fleet
 pytestmark = pytest.mark.faults
 
 SLOW = "[[rules]]\nlength = 1000\ndelay = 0.03\n"
-BODY = {"token_ids": [1, 2], "max_tokens": 60}
+BODY: dict[str, Any] = {"token_ids": [1, 2], "max_tokens": 60}
 SENTENCE = "A sentence that is long enough for a worker to die in the middle of it."
 TALKING = f'tokenizer = true\n[[rules]]\ntext = "{SENTENCE}"\ncontinues = true\ndelay = 0.03\n'
 EXPECTED = list(range(3, 63))
@@ -130,7 +130,7 @@ async def test_a_job_that_is_submitted_once_more_after_its_server_died_does_not_
     first = await client.result(job)
 
     async def ended() -> bool:
-        return (await client.bus.js.stream_info(layout.JOBS)).state.messages == 0
+        return bool((await client.bus.js.stream_info(layout.JOBS)).state.messages == 0)
 
     await eventually(ended)
     await server.kill()

@@ -48,11 +48,12 @@ async def request(nc: Client, *, job: str | None = None) -> Answer:
 
 async def submit(nc: Client, job: str, **headers: str) -> int:
     ack = await nc.jetstream().publish(f"{JOBS}.tokens", BODY, headers={"Nats-Msg-Id": job, **headers})
-    return ack.seq
+    sequence: int = ack.seq
+    return sequence
 
 
 async def empty_queue(nc: Client) -> bool:
-    return (await nc.jetstream().stream_info("INFER_JOBS")).state.messages == 0
+    return bool((await nc.jetstream().stream_info("INFER_JOBS")).state.messages == 0)
 
 
 async def test_sigterm_lets_a_running_job_finish_then_exits_0(nc: Client, workers: Fleet) -> None:
@@ -459,9 +460,10 @@ async def test_streams_that_live_in_memory_are_made_again_when_their_server_rest
 
     async def chunks_are_kept() -> bool:
         try:
-            return (await nc.jetstream().stream_info("INFER_STREAM")).config.name == "INFER_STREAM"
+            await nc.jetstream().stream_info("INFER_STREAM")
         except (NotFoundError, nats.errors.Error):
             return False
+        return True
 
     await eventually(chunks_are_kept, within=20)
     await eventually(lambda: workers.info("w1"), within=20)

@@ -133,7 +133,7 @@ class SimulatedQueue:
     def __init__(self, connection: Connection, signs: Heartbeats, weights: Mapping[JobClass, int]) -> None:
         self._connection = connection
         self._signs = signs
-        self._fair = Fair(weights)
+        self._fair = Fair({str(name): weight for name, weight in weights.items()})
         self._lanes = tuple(weights)
         self.held: deque[SimulatedDelivery] = deque()
         self._changed = asyncio.Event()

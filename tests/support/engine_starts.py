@@ -33,7 +33,7 @@ async def failing(name: str, role: Role, argv: list[str], **more: Any) -> None:
         reason = "it started"
         await engine.close()
     # The resource tracker of multiprocessing stays, by design, until this process ends.
-    left = [pid for pid in processes.below() if "resource_tracker" not in _command(pid)]
+    left = [pid for pid in processes.descendants() if "resource_tracker" not in _command(pid)]
     told = {
         "case": name,
         "reason": reason,

@@ -197,7 +197,7 @@ class EngineSuite:
     @pytest.mark.parametrize(
         ("name", "of"),
         [("logit_bias", lambda size: {str(size): 1}), ("stop_token_ids", lambda size: [size])],
-        ids=["F1-logit-bias", "F2-stop-token-ids"],
+        ids=["logit_bias", "stop_token_ids"],
     )
     async def test_a_parameter_outside_the_vocabulary_is_refused_before_the_engine(
         self, engine: Engine, name: str, of: Any

@@ -185,6 +185,10 @@ class RemotePrompt:
         """As the interface says."""
         return RemoteAnswer(self._engine, self._id)
 
+    def resumed(self, token_ids: list[int], text: str) -> RemotePrompt | None:
+        """As the interface says: a job of these tests starts anew."""
+        return None
+
 
 class RemoteAnswer:
     """`Answer` that is formatted in the engine's process."""

@@ -11,6 +11,7 @@ import asyncio
 import datetime as dt
 import heapq
 import itertools
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -83,6 +84,11 @@ class Loop(asyncio.BaseEventLoop):
         frozen: The process stands still.
     """
 
+    # Of asyncio's own loop, and not in its stubs.
+    _ready: deque[asyncio.Handle]
+    _scheduled: list[asyncio.TimerHandle]
+    _timer_cancelled_count: int
+
     def __init__(self, time: Time) -> None:
         super().__init__()
         self._time = time
@@ -104,7 +110,7 @@ class Loop(asyncio.BaseEventLoop):
             return self._time.now
         scheduled = self._scheduled
         while scheduled and scheduled[0].cancelled():
-            handle = heapq.heappop(scheduled)
+            handle: Any = heapq.heappop(scheduled)
             handle._scheduled = False
             self._timer_cancelled_count -= 1
         return scheduled[0].when() if scheduled else None

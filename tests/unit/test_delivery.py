@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 import pytest
@@ -56,11 +56,13 @@ class Bench:
             window=window,
         )
 
-    def job(self, *, attempt: int = 1, sequence: int = 7, **found: str) -> MemoryDelivery:
+    def job(
+        self, *, attempt: int = 1, sequence: int = 7, found: Mapping[str, str] | None = None
+    ) -> MemoryDelivery:
         message = Stored(
             subject=SUBJECT,
             data=BODY,
-            headers={headers.JOB_ID: "j1", **found},
+            headers={headers.JOB_ID: "j1", **(found or {})},
             sequence=sequence,
             time=self.broker.now(),
         )
@@ -159,11 +161,11 @@ async def test_a_later_submission_with_the_same_id_is_run_and_stores_its_own_res
 async def test_a_submission_that_repeats_one_that_has_ended_gets_its_answer_and_does_not_run() -> None:
     """A server that restarted has forgotten the message ids of jobs that are in its queue no more."""
     bench = Bench(answer)
-    await bench.handle(bench.job(sequence=7, **{headers.MSG_ID: "m1"}))
-    await bench.handle(bench.job(sequence=8, **{headers.MSG_ID: "m2"}))
+    await bench.handle(bench.job(sequence=7, found={headers.MSG_ID: "m1"}))
+    await bench.handle(bench.job(sequence=8, found={headers.MSG_ID: "m2"}))
     sent = len(bench.broker.sent)
     bench.broker.seconds = 599.0
-    assert await bench.handle(bench.job(sequence=9, **{headers.MSG_ID: "m1"})) == ("ack", None)
+    assert await bench.handle(bench.job(sequence=9, found={headers.MSG_ID: "m1"})) == ("ack", None)
     assert bench.runs == 2
     assert [message.headers[headers.SUBMISSION] for message in bench.results] == ["7", "8", "9"]
     assert bench.results[2].data == bench.results[0].data
@@ -172,7 +174,7 @@ async def test_a_submission_that_repeats_one_that_has_ended_gets_its_answer_and_
         (b"", "9"),
     ]
     bench.broker.seconds = 601.0
-    await bench.handle(bench.job(sequence=10, **{headers.MSG_ID: "m1"}))
+    await bench.handle(bench.job(sequence=10, found={headers.MSG_ID: "m1"}))
     assert bench.runs == 3
 
 
@@ -221,7 +223,7 @@ async def test_an_engines_refusal_is_the_callers_mistake_too() -> None:
 )
 async def test_a_refused_reply_subject_is_told_on_the_owners_stream(reply: str) -> None:
     bench = Bench(answer)
-    assert await bench.handle(bench.job(**{headers.REPLY_TO: reply})) == ("ack", None)
+    assert await bench.handle(bench.job(found={headers.REPLY_TO: reply})) == ("ack", None)
     assert bench.runs == 0
     assert {message.subject for message in bench.broker.sent} == {STREAM}
     assert msgspec.json.decode(bench.results[0].data)["error"]["code"] == "invalid_reply_subject"
@@ -250,7 +252,7 @@ async def test_an_attempts_number_is_above_all_that_readers_have_seen() -> None:
 async def test_the_last_failed_attempt_becomes_a_dead_letter_a_result_and_a_term() -> None:
     bench = Bench(failing(EngineFailed("cuda")), attempts=2)
     assert await bench.handle(
-        bench.job(attempt=2, **{headers.TRACEPARENT: "00-x", "Nats-Expected-Stream": "INFER_JOBS"})
+        bench.job(attempt=2, found={headers.TRACEPARENT: "00-x", "Nats-Expected-Stream": "INFER_JOBS"})
     ) == (
         "term",
         "engine_failed",
@@ -301,20 +303,20 @@ async def test_last_attempts_of_jobs_whose_workers_died_are_made_one_at_a_time()
     bench = Bench(slow, attempts=3)
     first = asyncio.create_task(bench.handle(bench.job(attempt=3, sequence=7)))
     await eventually(lambda: bench.runs == 1)
-    second = bench.job(attempt=4, sequence=8, **{headers.JOB_ID: "j2"})
+    second = bench.job(attempt=4, sequence=8, found={headers.JOB_ID: "j2"})
     assert await bench.handle(second) == ("nak", 5.0)
     go_on.set()
     assert await first == ("ack", None)
-    again = bench.job(attempt=5, sequence=8, **{headers.JOB_ID: "j2"})
+    again = bench.job(attempt=5, sequence=8, found={headers.JOB_ID: "j2"})
     assert await bench.handle(again) == ("ack", None)
     assert bench.runs == 2
 
 
 async def test_a_job_that_waits_for_its_last_attempt_can_be_cancelled_and_expires() -> None:
     bench = Bench(dying, attempts=3)
-    first = asyncio.create_task(bench.handle(bench.job(attempt=3, sequence=7, **{headers.JOB_ID: "j2"})))
+    first = asyncio.create_task(bench.handle(bench.job(attempt=3, sequence=7, found={headers.JOB_ID: "j2"})))
     await eventually(lambda: bench.runs == 1)
-    late = bench.job(attempt=3, sequence=8, **{headers.DEADLINE: "5"})
+    late = bench.job(attempt=3, sequence=8, found={headers.DEADLINE: "5"})
     bench.broker.seconds = 10.0
     assert await bench.handle(late) == ("ack", None)
     unwanted = bench.job(attempt=3, sequence=9)
@@ -339,10 +341,12 @@ async def test_last_attempts_of_jobs_that_failed_in_good_order_are_not_held_up()
     names = {7: "j1", 8: "j2"}
     for sequence, name in names.items():
         for attempt in (1, 2):
-            failed = bench.job(attempt=attempt, sequence=sequence, **{headers.JOB_ID: name})
+            failed = bench.job(attempt=attempt, sequence=sequence, found={headers.JOB_ID: name})
             assert (await bench.handle(failed))[0] == "nak"
     last = [
-        asyncio.create_task(bench.handle(bench.job(attempt=3, sequence=sequence, **{headers.JOB_ID: name})))
+        asyncio.create_task(
+            bench.handle(bench.job(attempt=3, sequence=sequence, found={headers.JOB_ID: name}))
+        )
         for sequence, name in names.items()
     ]
     await eventually(lambda: bench.runs == 6)
@@ -469,7 +473,7 @@ async def test_a_cancel_never_hits_a_later_submission(aim: str | None) -> None:
 
 async def test_a_job_whose_deadline_passed_in_the_queue_expires_without_running() -> None:
     bench = Bench(answer)
-    delivery = bench.job(**{headers.DEADLINE: "10"})
+    delivery = bench.job(found={headers.DEADLINE: "10"})
     bench.broker.seconds = 11
     assert await bench.handle(delivery) == ("ack", None)
     assert bench.runs == 0
@@ -483,7 +487,7 @@ async def test_a_running_job_expires_at_its_deadline() -> None:
 
     bench = Bench(endless)
     soon = (bench.broker.now() + dt.timedelta(milliseconds=30)).isoformat()
-    assert await bench.handle(bench.job(**{headers.DEADLINE: soon})) == ("ack", None)
+    assert await bench.handle(bench.job(found={headers.DEADLINE: soon})) == ("ack", None)
     assert bench.results[0].headers[headers.STATUS] == "expired"
 
 
@@ -555,7 +559,7 @@ async def test_the_stream_sequence_is_the_id_of_a_job_without_one() -> None:
 
 async def test_msgpack_jobs_get_msgpack_answers() -> None:
     bench = Bench(answer)
-    delivery = bench.job(**{headers.CONTENT_TYPE: "application/msgpack"})
+    delivery = bench.job(found={headers.CONTENT_TYPE: "application/msgpack"})
     delivery.message = msgspec.structs.replace(
         delivery.message, data=msgspec.msgpack.encode({"token_ids": [1]})
     )

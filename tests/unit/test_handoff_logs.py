@@ -38,6 +38,7 @@ def test_logs_of_workers_that_tell_of_no_transfer_are_read_as_before(tmp_path: P
     reader = Logs({"p": log})
     told = reader.handoffs(1000, TOKEN_BYTES)
     assert told.seconds is not None
-    assert told.transfer_seconds is told.transfer_gbytes is None
+    assert told.transfer_seconds is None
+    assert told.transfer_gbytes is None
     again = reader.handoffs(1000, TOKEN_BYTES)
     assert again.seconds is again.transfer_seconds is None

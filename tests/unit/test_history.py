@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -17,13 +18,17 @@ NOW = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 
 
 def message(
-    body: dict[str, Any] | None, *, submission: int = 7, msgpack: bool = False, **found: str
+    body: dict[str, Any] | None,
+    *,
+    submission: int = 7,
+    msgpack: bool = False,
+    found: Mapping[str, str] | None = None,
 ) -> Stored:
     encode = msgspec.msgpack.encode if msgpack else msgspec.json.encode
     return Stored(
         subject="infer.stream.acme.j",
         data=encode(body) if body is not None else b"",
-        headers={headers.SUBMISSION: str(submission), **found},
+        headers={headers.SUBMISSION: str(submission), **(found or {})},
         sequence=1,
         time=NOW,
     )
@@ -72,14 +77,14 @@ def test_a_chain_of_attempts_is_followed() -> None:
         message(tokens(1, 0, 5)),
         message(tokens(1, 1, 6)),
         message(tokens(1, 2, 99)),
-        message(tokens(2, 0, 7), **{headers.CONTINUES: "1:2"}),
+        message(tokens(2, 0, 7), found={headers.CONTINUES: "1:2"}),
     ]
     found = points(stored, submission=7, before=3)
     assert (found[0].after, found[0].token_ids) == (Continuation(2, 1), [5, 6, 7])
 
 
 def test_a_chain_whose_older_part_is_gone_is_no_place() -> None:
-    stored = [message(tokens(1, 0, 5)), message(tokens(2, 0, 7), **{headers.CONTINUES: "1:2"})]
+    stored = [message(tokens(1, 0, 5)), message(tokens(2, 0, 7), found={headers.CONTINUES: "1:2"})]
     assert points(stored, submission=7, before=3) == []
 
 

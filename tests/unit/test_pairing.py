@@ -65,10 +65,18 @@ def prefill_worker(name: str, **changes: object) -> WorkerInfo:
     return msgspec.structs.replace(info, **changes)
 
 
+Answering = Callable[[handoff.Prefill, str], list[handoff.FromPrefill | None]]
+
+
+def always(answer: handoff.FromPrefill | None) -> Answering:
+    """The same answer, whatever is asked of whom; None says that nobody is there."""
+    return lambda order, worker: [answer]
+
+
 class FakeWire:
     """Answers hand-offs as told, and keeps what was sent."""
 
-    def __init__(self, answer: Callable[[handoff.Prefill, str], list[handoff.FromPrefill | None]]) -> None:
+    def __init__(self, answer: Answering) -> None:
         self.answer = answer
         self.asked: list[tuple[str, handoff.Prefill]] = []
         self.aborted: list[str] = []
@@ -186,7 +194,7 @@ async def test_three_choices_get_three_rooms_and_three_ids_of_one_length() -> No
     ids=["refused-c5", "failed", "gone"],
 )
 async def test_another_prefill_worker_is_tried_when_one_fails_before_the_first_token(
-    refusal: Callable[[handoff.Prefill, str], list[handoff.FromPrefill | None]],
+    refusal: Answering,
 ) -> None:
     bad: set[str] = set()
 
@@ -241,7 +249,7 @@ async def test_a_worker_that_nobody_answers_for_is_lost_and_one_that_fails_is_no
     lost: list[str] = []
     for answer in (None, handoff.Failed(worker="p1", error=PrefillFailed("no").body())):
         handoffs = Handoffs(
-            FakeWire(lambda order, worker, answer=answer: [answer]),
+            FakeWire(always(answer)),
             worker="d1",
             signature=SIGNATURE,
             accept_timeout=5.0,

@@ -73,6 +73,7 @@ class Permit:
         self._prompt = round(self._expectation.prompt)
         self._choices = 1
         self._allowed = 0
+        self._certain = False
         self._generated = 0
         self._turn: asyncio.Future[None] | None = None
         self._admitted = False
@@ -94,14 +95,16 @@ class Permit:
         """KV tokens that it needs if it uses all that it is allowed."""
         return self.tokens + self._allowed * self._choices
 
-    async def enter(self, prompt: int, allowed: int, *, choices: int = 1) -> None:
+    async def enter(self, prompt: int, allowed: int, *, choices: int = 1, certain: bool = False) -> None:
         """Waits until the request may start.
 
         Args:
             prompt: Its tokens.
             allowed: New tokens that each choice may have at most.
             choices: Sequences that are generated for it.
+            certain: Whether it will use all of them (`ignore_eos`).
         """
+        self._certain = certain
         self._expectation.saw_prompt(prompt)
         clock = self._admission._clock
         began = clock()
@@ -137,7 +140,12 @@ class Permit:
     def _growth(self) -> tuple[int, int]:
         """Its KV tokens now, and those still to come, of all choices as one sequence."""
         allowed = self._allowed * self._choices
-        return self.tokens + self._generated, self._expectation.new_tokens(self._generated, allowed)
+        left = (
+            allowed - self._generated
+            if self._certain
+            else self._expectation.new_tokens(self._generated, allowed)
+        )
+        return self.tokens + self._generated, left
 
 
 class Admission:
@@ -205,8 +213,15 @@ class Admission:
 
     @property
     def kv_forecast(self) -> int:
-        """KV tokens that the admitted requests will need at most."""
-        return peak(permit._growth() for permit in self._held if permit._admitted)
+        """KV tokens that the admitted requests will need at most.
+
+        SGLang itself keeps room for all that requests with `ignore_eos` may still generate, so what it would
+        refuse is not promised here either.
+        """
+        admitted = [permit for permit in self._held if permit._admitted]
+        certain = sum(permit.worst for permit in admitted if permit._certain)
+        held = sum(permit._growth()[0] for permit in admitted if not permit._certain)
+        return max(certain + held, peak(permit._growth() for permit in admitted))
 
     def set_window(self, window: int) -> None:
         """Changes the prompt window: the prefill workers of a decode worker come and go."""

@@ -66,8 +66,10 @@ class Subscription:
         self.queue = queue
 
     async def unsubscribe(self) -> None:
-        """Ends it. What the server had sent by then reaches the callback before this returns, and what comes
-        late, within the next second, as well.
+        """Ends the subscription.
+
+        What the server had sent by then reaches the callback before this returns, and what comes late, within
+        the next second, as well.
         """
         sub, self._sub = self._sub, None
         if sub is not None:

@@ -102,7 +102,6 @@ async def job_queue(bus: Bus, model: str, settings: WorkerSettings) -> JobQueue:
         ProvisionError: A consumer is there, but weaker than asked for.
         BusUnavailable: JetStream is off, or a subject is not permitted.
     """
-
     classes = [name for name in CLASSES if name in settings.classes]
 
     async def consumers() -> list[Consumer]:

@@ -1,4 +1,4 @@
-"""Starts the engine that a worker was told to run."""
+"""Starts a worker's engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def launch(role: Role, settings: WorkerSettings, argv: Sequence[str], scri
         scripted: A script to replay instead; no SGLang is loaded then.
 
     Raises:
-        InferbusError: It cannot be started; the message says why in one line.
+        InferbusError: It cannot be started; the message is the reason in one line.
     """
     if scripted is not None:
         from inferbus.workers.engine.scripted import ScriptedEngine, load

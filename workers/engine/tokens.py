@@ -51,11 +51,10 @@ class TokensAnswer:
         self._open = choices
 
     async def chunks(self, deltas: AsyncIterable[Delta]) -> AsyncGenerator[TokenChunk, None]:
-        """One chunk a delta that says something; the last one of the request holds the usage.
+        """One chunk for each delta with tokens or a finish; the last one of the request holds the usage.
 
         Raises:
-            EngineFailed: The engine broke its word: a choice ended twice or never, or log
-                probabilities are missing.
+            EngineFailed: A choice ended twice or never, or log probabilities are missing.
         """
         warnings = self._warnings
         plain = not self._logprobs
@@ -99,7 +98,7 @@ class TokensAnswer:
         self._choices[index] = choice
         self._open -= 1
         if index == 0:
-            # A later choice finds the prompt that the first one cached: only the first one's count tells.
+            # Later choices hit the cache that the first one filled: only the first one's count has meaning.
             self._cached = delta.meta.get("cached_tokens")
         chunk.finish_reason, chunk.matched = choice.finish_reason, choice.matched
         if not self._open:

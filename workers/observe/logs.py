@@ -15,6 +15,8 @@ import structlog
 
 Format = Literal["auto", "json", "text"]
 
+_settings: dict[str, Any] | None = None
+
 
 def configure(*, level: str = "INFO", format: Format = "auto", cache: bool = False, **bound: str) -> None:
     """Sets up structlog for this process.
@@ -23,14 +25,18 @@ def configure(*, level: str = "INFO", format: Format = "auto", cache: bool = Fal
         level: Least severe level that is shown.
         format: `json` lines, `text` for people, or `auto`: text on a terminal.
         cache: Loggers keep this configuration for good, which makes an event cheaper.
-        bound: Fields of every event (`worker`, `role`, `model`).
+        bound: Fields of every event (`worker`, `role`, `model`). Fields that a task binds by
+            `structlog.contextvars` (`job`, `attempt`) are added to its events.
     """
+    global _settings
+    _settings = {"level": level, "format": format, "cache": cache, **bound}
     text = format == "text" or (format == "auto" and sys.stderr.isatty())
     rendering: list[structlog.typing.Processor] = (
         [structlog.dev.ConsoleRenderer()] if text else [structlog.processors.dict_tracebacks, _render]
     )
     structlog.configure(
         processors=[
+            structlog.contextvars.merge_contextvars,
             lambda logger, method, event: {**bound, **event},
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -40,6 +46,11 @@ def configure(*, level: str = "INFO", format: Format = "auto", cache: bool = Fal
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         cache_logger_on_first_use=cache,
     )
+
+
+def settings() -> dict[str, Any] | None:
+    """The arguments of `configure` in this process, for a child process to repeat; None without a call."""
+    return _settings
 
 
 def default() -> None:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import msgspec
 import structlog
+from structlog.contextvars import bind_contextvars
 
 from inferbus.schemas.errors import NotSupported
 from inferbus.workers.engine.interface import Delta, Engine, Leg, Prompt
@@ -42,6 +43,7 @@ class Answering:
     async def __call__(self, work: Work) -> bytes:
         """One attempt; see `inferbus.workers.jobs.attempt.Generate`."""
         job, request, reply = work.job, work.request, work.reply
+        bind_contextvars(job=job.id, attempt=job.attempt)
         if job.kind not in self._engine.info.kinds:
             raise NotSupported(f"this model's workers have no tokenizer, which the kind {job.kind!r} needs")
         prompt = await self._engine.prepare(request)

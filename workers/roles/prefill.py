@@ -8,6 +8,7 @@ from contextlib import aclosing
 
 import msgspec
 import structlog
+from structlog.contextvars import bind_contextvars
 
 from inferbus.schemas import codec, handoff
 from inferbus.schemas.errors import (
@@ -144,6 +145,7 @@ class Prefill:
 
     async def _run(self, request: handoff.Prefill, reply: str) -> None:
         started = time.monotonic()
+        bind_contextvars(job=request.job)
         answer: handoff.FromPrefill
         try:
             async with asyncio.timeout(request.timeout):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,8 +19,12 @@ from inferbus.workers.client.messages import Failure, Message, Piece, Result, Wh
 from tests.support.answers import USAGE, chat, chat_answer, end, pieces, result, seen
 
 
-def feed(assembler: Assembler, messages: list[Message]) -> list[Event]:
+def feed(assembler: Assembler, messages: Sequence[Message]) -> list[Event]:
     return [event for message in messages for event in assembler.take(message)]
+
+
+def over(assembler: Assembler) -> bool:
+    return assembler.outcome is not None
 
 
 def restarts(events: list[Event]) -> int:
@@ -31,7 +36,7 @@ def test_chunks_come_out_as_they_come_in() -> None:
     sent = pieces(1, ["The ", "end"])
     for piece in sent:
         assert assembler.take(piece) == [piece.chunk]
-    assert assembler.outcome is None
+    assert not over(assembler)
     assert assembler.take(end(1, len(sent))) == []
     outcome = assembler.outcome
     assert outcome is not None
@@ -189,9 +194,9 @@ def test_an_answer_in_one_piece_needs_no_end_mark_to_be_complete() -> None:
     events = assembler.take(Whole(attempt=1, answer=chat_answer("Hi")))
     assert seen(events) == "Hi"
     assert assembler.complete
-    assert assembler.outcome is None
+    assert not over(assembler)
     feed(assembler, [Whole(attempt=1, answer=chat_answer("Hi")), end(1, 1)])
-    assert assembler.outcome is not None
+    assert over(assembler)
     assert whole(assembler.given) == chat_answer("Hi")
 
 
@@ -325,9 +330,8 @@ def stories(draw: st.DrawFn) -> Story:
     count = draw(st.integers(1, 4))
     for number in range(1, count + 1):
         base, continues = "", None
-        candidates = [i for i, attempt in enumerate(attempts) if attempt]
-        if candidates and draw(st.booleans()):
-            older = candidates[-1]
+        older = next((i for i in reversed(range(len(attempts))) if attempts[i]), None)
+        if older is not None and draw(st.booleans()):
             kept = draw(st.integers(1, len(attempts[older])))
             base = before[older] + seen([piece.chunk for piece in attempts[older][:kept]])
             if any(finished(piece) for piece in attempts[older][:kept]):

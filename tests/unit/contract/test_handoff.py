@@ -53,7 +53,7 @@ def test_a_transfer_s_figures_travel_with_the_end_of_a_hand_off() -> None:
 
 def test_a_peer_that_knows_no_transfer_figures_is_read_and_can_read() -> None:
     old = {"type": "done", "worker": "p1", "seconds": 0.5}
-    read = codec.decode(codec.encode(old, codec.MSGPACK), FromPrefill, codec.MSGPACK)  # type: ignore[arg-type]
+    read: FromPrefill = codec.decode(codec.encode(old, codec.MSGPACK), FromPrefill, codec.MSGPACK)  # type: ignore[arg-type]
     assert read == Done(worker="p1", seconds=0.5)
     # What a peer does not know it passes over; without figures nothing is added at all.
     assert codec.decode(codec.encode(read, codec.MSGPACK), dict, codec.MSGPACK) == old

@@ -20,15 +20,15 @@ import pytest
 
 from inferbus.schemas.errors import ContextLengthExceeded, InvalidRequest, TransferFailed
 from inferbus.schemas.fleet import Bootstrap
-from inferbus.schemas.requests import parse
+from inferbus.schemas.requests import ChatRequest, parse
 from inferbus.workers.engine import cpu
 from inferbus.workers.engine.cpu import detect
-from inferbus.workers.engine.sglang import LaunchFailed, bootstrap, options, version
-from inferbus.workers.engine.sglang.checks import Bounds
-from inferbus.workers.engine.sglang.loading import loading
+from inferbus.workers.engine.sglang import LaunchFailed, bootstrap, options
+from inferbus.workers.engine.sglang.bounds import Bounds
 from inferbus.workers.engine.sglang.prompts import SGLangPrompt
-from inferbus.workers.engine.sglang.redact import safe, unquoted
+from inferbus.workers.engine.sglang.redaction import safe, unquoted
 from inferbus.workers.engine.sglang.serving import THREADS, Serving
+from inferbus.workers.engine.sglang.startup import collector_paused, installed_version
 from inferbus.workers.engine.sglang.stops import with_reach
 from tests.support.eventually import eventually
 
@@ -69,24 +69,24 @@ NOT_YET = b"HTTP/1.0 503 Service Unavailable\r\n\r\n"
 
 async def test_a_bootstrap_server_that_answered_is_asked_again_only_after_a_leg_failed_there() -> None:
     async with bootstrap_server(OK, OK) as (address, asked):
-        reached = bootstrap.Reached()
-        await reached.check(address)
-        await reached.check(address)
+        servers = bootstrap.KnownServers()
+        await servers.check(address)
+        await servers.check(address)
         assert len(asked) == 1
         assert asked[0].startswith(b"GET /route?")
-        reached.doubt(address)
-        await reached.check(address)
+        servers.forget(address)
+        await servers.check(address)
         assert len(asked) == 2
 
 
-@pytest.mark.parametrize(("answers", "reason"), [((NOT_YET,), "503"), ((), "nothing"), ((b"",), "b''")])
+@pytest.mark.parametrize(("answers", "reason"), [((NOT_YET,), "503"), ((), "no response"), ((b"",), "b''")])
 async def test_a_bootstrap_server_that_does_not_answer_is_named(
     answers: tuple[bytes, ...], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bootstrap, "ASK_SECONDS", 0.2)
     async with bootstrap_server(*answers) as (address, _):
         with pytest.raises(TransferFailed, match=rf"127.0.0.1:{address.port}: .*{reason}"):
-            await bootstrap.Reached().check(address)
+            await bootstrap.KnownServers().check(address)
 
 
 @pytest.mark.parametrize(("seconds", "decode", "prefill"), [(20.0, "19", "20"), (0.5, "1", "1")])
@@ -179,19 +179,19 @@ def test_patterns_of_the_request_are_kept() -> None:
     assert len(with_reach("stop", ["a"] * 32)) == 32
 
 
-@pytest.mark.parametrize("found", ["0.5.17", "0.5.18.post1", "0.5.23", "0.5.22rc0"])
-def test_versions_in_the_range_are_taken(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: found)
-    assert version.installed() == found
+@pytest.mark.parametrize("number", ["0.5.17", "0.5.18.post1", "0.5.23", "0.5.22rc0"])
+def test_versions_in_the_range_are_taken(monkeypatch: pytest.MonkeyPatch, number: str) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: number)
+    assert installed_version() == number
 
 
-@pytest.mark.parametrize("found", ["0.5.16", "0.5.24", "0.6.0", "1.0", "0.0.0.dev1"])
+@pytest.mark.parametrize("number", ["0.5.16", "0.5.24", "0.6.0", "1.0", "0.0.0.dev1"])
 def test_versions_outside_the_range_are_refused_with_the_range(
-    monkeypatch: pytest.MonkeyPatch, found: str
+    monkeypatch: pytest.MonkeyPatch, number: str
 ) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: found)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: number)
     with pytest.raises(LaunchFailed, match=r"0\.5\.17 <= version < 0\.5\.24"):
-        version.installed()
+        installed_version()
 
 
 def test_a_missing_sglang_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +200,7 @@ def test_a_missing_sglang_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
     with pytest.raises(LaunchFailed, match="not installed"):
-        version.installed()
+        installed_version()
 
 
 @pytest.mark.parametrize("accelerator", ["cuda", "xpu", "npu", "mps"])
@@ -238,7 +238,7 @@ def test_the_cpu_platform_is_there_where_nothing_else_is(monkeypatch: pytest.Mon
 
 def test_importing_the_adapter_imports_neither_sglang_nor_torch() -> None:
     code = (
-        "import sys, inferbus.workers.engine.interface, workers.engine.sglang, workers.engine.cpu;"
+        "import sys; from inferbus.workers.engine import cpu, interface, sglang;"
         "sys.exit(bool({'sglang', 'torch', 'nixl', 'psutil'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -269,7 +269,7 @@ async def test_of_prompts_that_come_at_once_the_first_are_converted_first_and_a_
     serving = Serving(SimpleNamespace(tokenizer_manager=manager, template_manager=None, server_args=None))
 
     names = [str(number) for number in range(50)]
-    asked = [parse("chat", {"messages": [{"role": "user", "content": name}]}) for name in names]
+    asked = [ChatRequest(messages=[{"role": "user", "content": name}]) for name in names]
     converted = [asyncio.create_task(serving.convert(each)) for each in asked]
     await eventually(lambda: len(begun) == THREADS)
     assert sorted(begun) == names[:THREADS]
@@ -279,9 +279,9 @@ async def test_of_prompts_that_come_at_once_the_first_are_converted_first_and_a_
 
 
 def test_the_garbage_collector_goes_on_when_sglang_is_loaded_and_when_it_could_not_be() -> None:
-    with loading():
+    with collector_paused():
         assert not gc.isenabled()
     assert gc.isenabled()
-    with pytest.raises(ImportError), loading():
+    with pytest.raises(ImportError), collector_paused():
         raise ImportError
     assert gc.isenabled()

@@ -1,12 +1,12 @@
-"""What the prefill scheduler's hook does with SGLang's requests, and that it harms none."""
+"""The prefill scheduler's hook: what it adds to SGLang's requests, and that it harms none."""
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from inferbus.schemas.handoff import Transfer
 from inferbus.workers.engine.sglang import transfer
@@ -37,21 +37,21 @@ def streamed(req: Any, *, at: int = 0) -> dict[str, Any]:
 
 
 @pytest.fixture
-def note() -> Any:
-    return transfer._Noter()
+def record() -> Any:
+    return transfer._Recorder()
 
 
-def test_a_transfer_that_succeeded_comes_out_of_the_meta_data(note: Any) -> None:
+def test_a_transfer_that_succeeded_comes_out_of_the_meta_data(record: Any) -> None:
     req = request(metric())
-    note(None, [req], False, None)
+    record(None, [req], False, None)
     meta = {"prompt_tokens": 3} | streamed(req)
     assert transfer.take(meta) == Transfer(seconds=0.25, bytes=640)
     assert meta == {"prompt_tokens": 3}
 
 
-def test_what_others_put_beside_the_output_stays(note: Any) -> None:
+def test_what_others_put_beside_the_output_stays(record: Any) -> None:
     req = request(metric(), customized_info={"theirs": ["x"]})
-    note(None, reqs=[req], return_logprob=False)
+    record(None, reqs=[req], return_logprob=False)
     assert streamed(req)["theirs"] == ["x"]
     assert transfer.take(streamed(req)) is not None
 
@@ -67,8 +67,8 @@ def test_what_others_put_beside_the_output_stays(note: Any) -> None:
     ],
     ids=["still running", "aborted", "no time", "no size", "nothing sent"],
 )
-def test_a_request_without_a_transfer_has_no_figures(note: Any, req: Any) -> None:
-    note(None, [req])
+def test_a_request_without_a_transfer_has_no_figures(record: Any, req: Any) -> None:
+    record(None, [req])
     assert req.customized_info is None
 
 
@@ -80,23 +80,19 @@ def test_meta_data_without_figures_give_none(meta: dict[str, Any]) -> None:
     assert meta == {}
 
 
-def test_a_defect_costs_the_figure_alone_and_is_said_once(
-    note: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_defect_costs_the_figure_alone_and_is_logged_once(record: Any) -> None:
     other = SimpleNamespace()
     other.disagg_kv_sender = SimpleNamespace()  # An SGLang that has renamed everything.
-    with caplog.at_level(logging.ERROR):
+    with capture_logs() as events:
         for _ in range(3):
-            assert note(None, [other]) is None
-        assert note(None, 5) is None
-    assert [record.getMessage() for record in caplog.records] == [
-        "a KV transfer could not be measured; said once"
-    ]
+            assert record(None, [other]) is None
+        assert record(None, 5) is None
+    assert [event["event"] for event in events] == ["transfer.unmeasured"]
 
 
 @pytest.mark.parametrize(
     "arguments", [None, SimpleNamespace(disaggregation_mode="decode"), SimpleNamespace()]
 )
 def test_only_a_prefill_engine_is_hooked(monkeypatch: pytest.MonkeyPatch, arguments: Any) -> None:
-    monkeypatch.setattr(transfer, "_Noter", None)  # Would be called.
+    monkeypatch.setattr(transfer, "_Recorder", None)  # Would be called.
     transfer.register(arguments)

@@ -1,4 +1,4 @@
-"""What SGLang should be told on a CPU, where the user says nothing."""
+"""SGLang's server arguments and environment on a CPU, where the user gives none."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Makes NIXL register KV memory as DRAM, and its progress thread sleep between looks.
+"""Makes NIXL register KV memory as DRAM, and its progress thread sleep between polls.
 
-SGLang tells NIXL that KV memory is VRAM unless `kv_data_mem_kinds` says
-otherwise, and UCX then refuses host memory. Both sides of a transfer go
-through the constructor hooked here, in 0.5.17 as in 0.5.23.
+SGLang registers KV memory as VRAM unless `kv_data_mem_kinds` is set, and UCX
+then refuses host memory. Both sides of a transfer go through the constructor
+hooked here, in 0.5.17 as in 0.5.23.
 
 NIXL's Python binding gives its progress thread no pause at all (`pthrDelay =
 0`), so every agent keeps one core busy for as long as it lives: of two cores, a
@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 PAUSE_MICROSECONDS: Final = 100
-"""Between two looks of the progress thread; what a transfer may be late by."""
+"""Between two polls of the progress thread; a transfer may be late by this much."""
 
 _TARGET = "sglang.srt.disaggregation.nixl.conn.NixlKVManager.__init__"
 
@@ -34,7 +34,7 @@ def prepare_manager(_manager: Any, args: Any, *_rest: Any, **_named: Any) -> Non
 
 
 def calm_progress_thread() -> None:
-    """Has every NIXL agent that this process makes from now on pause between looks."""
+    """Has every NIXL agent that this process makes from now on pause between polls."""
     from nixl._api import nixlBind
 
     plain: Any = nixlBind.nixlAgentConfig

@@ -19,12 +19,15 @@ class InferbusCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
     _enum = PlatformEnum.OOT
 
     def get_default_attention_backend(self) -> str:
+        """PyTorch's own attention."""
         return "torch_native"
 
     def get_dispatch_key_name(self) -> str:
+        """The methods that SGLang calls: `forward_native`."""
         return "native"
 
     def is_pin_memory_available(self, device: object = None) -> bool:
+        """Pinning serves copies to a device, of which there is none."""
         return False
 
 

@@ -32,7 +32,8 @@ class TextAnswer:
         include_usage: bool = False,
         echo: str = "",
     ) -> None:
-        """
+        """Sets what all messages of the answer have in common.
+
         Args:
             kind: Which of the two.
             model: The served model name.

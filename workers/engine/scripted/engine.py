@@ -84,7 +84,7 @@ class ScriptedEngine:
         self._struck: Counter[int] = Counter()
         self._closed = False
         self.sound = True
-        """What `healthy` says, until the engine is closed; for tests to set."""
+        """The result of `healthy` until the engine is closed; for tests to set."""
 
     @property
     def info(self) -> EngineInfo:

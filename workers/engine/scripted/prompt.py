@@ -137,7 +137,7 @@ def prepare(request: AnyRequest, info: EngineInfo, tokenizer: ByteTokenizer) -> 
 
 
 def _refuse_unsupported(request: AnyRequest) -> None:
-    """A script cannot follow these, and they are never passed over in silence."""
+    """Refuses parameters that a script cannot follow; none is ignored silently."""
     given = [name for name in _OF_TEXT if getattr(request.sampling, name)]
     if not isinstance(request, TokenRequest):
         given += [name for name in ("tools", "response_format", "logprobs") if getattr(request, name, None)]

@@ -44,8 +44,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         do: `fail` with an error; `hang` until aborted; `crash` (abort) or `kill` (SIGKILL) the process.
         code: Of the error, from `inferbus.schemas.errors`.
         times: For that many legs of this engine; None: for every one.
-        once: A file that is made when it happens; where it exists already, nothing happens. So that only
-            the first of several processes is hit.
+        once: A file that is made when it happens; where it exists already, nothing happens, so that only
+            the first of several processes fails.
     """
 
     do: Literal["fail", "hang", "crash", "kill"] = "fail"
@@ -70,7 +70,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         text: The answer, one token a byte; needs a tokenizer to be read.
         count: Where neither is given, the answer counts on from the prompt's last token: each token is the
             one before plus 1, within these bounds (the second one excluded), from the first one again
-            after that. So it depends on what was said so far alone, as a greedy model's does.
+            after that. So it depends on the tokens so far alone, as a greedy model's does.
         length: Tokens of a counted answer; one that is continued by another leg begins anew with them.
         end: A token that ends the answer, itself included, however far it has come.
         continues: Whether `tokens` or `text` go on where the prompt ends with their beginning.
@@ -78,8 +78,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         first_delay: Seconds before the first delta; of a prefill leg, before it is done.
         delay: Seconds before each further one.
         finish: How it ends where `max_tokens` does not cut it.
-        cached_tokens: How much of the prompt is said to come from the prefix cache.
-        transfer: What the KV transfer of a prefill leg is said to have taken.
+        cached_tokens: Tokens of the prompt that are reported as cached.
+        transfer: The reported KV transfer of a prefill leg.
         fault: What goes wrong.
     """
 

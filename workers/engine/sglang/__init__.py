@@ -1,4 +1,4 @@
-"""SGLang behind `inferbus.workers.engine.interface`.
+"""`inferbus.workers.engine.interface` on an embedded SGLang.
 
     engine = await SGLangEngine.launch(["--model-path", "Qwen/Qwen3-8B", "--tp", "2"], role="decode")
     prompt = await engine.prepare(request)
@@ -19,6 +19,6 @@ Nothing here imports SGLang or torch before `launch` is called.
 from __future__ import annotations
 
 from inferbus.workers.engine.sglang.engine import SGLangEngine
-from inferbus.workers.engine.sglang.errors import LaunchFailed
+from inferbus.workers.engine.sglang.startup import LaunchFailed
 
 __all__ = ["LaunchFailed", "SGLangEngine"]

@@ -1,4 +1,4 @@
-"""Chat and completion answers, made by SGLang's own formatters from our deltas."""
+"""Chat and completion answers: SGLang's own formatters, fed with our deltas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 from inferbus.schemas.errors import EngineFailed
 from inferbus.workers.engine.interface import Delta
-from inferbus.workers.engine.sglang.redact import unquoted
+from inferbus.workers.engine.sglang.redaction import unquoted
 
 _GROWING: Final = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
 """Lists in `meta_info` that hold one step's values when streaming by increments."""

@@ -1,26 +1,23 @@
 """Whether a prefill engine's bootstrap server answers for all of its ranks.
 
-SGLang starts the server in a thread and only logs that it could not bind; its
-`/health` says yes before any rank has registered, so `/route` is asked.
+SGLang starts the server in a thread and only logs that it could not bind. Its
+`/health` reports success before any rank has registered, so `/route` is asked.
 
-A decode engine asks as well, before SGLang does: SGLang's scheduler asks an
-address that it does not know fifteen times, up to five seconds each, and
-computes nothing for anybody meanwhile.
+A decode worker asks as well, before its engine does: SGLang's scheduler retries
+an unknown address fifteen times, up to five seconds each, and computes nothing
+meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import time
 from typing import Any, Final
 
 from inferbus.schemas.errors import TransferFailed
 from inferbus.schemas.fleet import Bootstrap
-from inferbus.workers.engine.sglang.errors import LaunchFailed
-
-log = logging.getLogger(__name__)
+from inferbus.workers.engine.sglang.startup import LaunchFailed
 
 READY_SECONDS: Final = 30.0
 ASK_SECONDS: Final = 3.0
@@ -35,7 +32,7 @@ async def wait_ready(manager: Any, bootstrap: Bootstrap) -> None:
         LaunchFailed: The server does not run, or cannot be reached there.
     """
     where = f"{bootstrap.host}:{bootstrap.port}"
-    until = time.monotonic() + READY_SECONDS
+    deadline = time.monotonic() + READY_SECONDS
     while True:
         thread = getattr(manager.bootstrap_server, "thread", None)
         if thread is not None and not thread.is_alive():
@@ -43,13 +40,13 @@ async def wait_ready(manager: Any, bootstrap: Bootstrap) -> None:
         problem = await ask(bootstrap)
         if problem is None:
             return
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             raise LaunchFailed(f"the bootstrap server does not answer at {where}, as announced: {problem}")
         await asyncio.sleep(0.1)
 
 
 async def ask(bootstrap: Bootstrap) -> str | None:
-    """What keeps a bootstrap server from answering, if anything does."""
+    """Why a bootstrap server does not answer; None if it does."""
     host = f"[{bootstrap.host}]" if ":" in bootstrap.host else bootstrap.host
     try:
         async with asyncio.timeout(ASK_SECONDS):
@@ -60,23 +57,23 @@ async def ask(bootstrap: Bootstrap) -> str | None:
             finally:
                 writer.close()
     except TimeoutError:
-        return "it says nothing"
+        return "no response in time"
     except OSError as error:
         return str(error) or type(error).__name__
-    return None if _OK.match(status) else f"it says {status[:40]!r}"
+    return None if _OK.match(status) else f"the response was {status[:40]!r}"
 
 
-class Reached:
+class KnownServers:
     """The bootstrap servers that have answered a decode engine."""
 
     def __init__(self) -> None:
         self._known: set[Bootstrap] = set()
 
     async def check(self, bootstrap: Bootstrap) -> None:
-        """Asks a server that is not known to answer.
+        """Asks a server that has not answered yet.
 
         Raises:
-            TransferFailed: It does not; the message says where it should be.
+            TransferFailed: It does not answer; the message has its address.
         """
         if bootstrap in self._known:
             return
@@ -85,6 +82,6 @@ class Reached:
             raise TransferFailed(f"its bootstrap server does not answer at {where}: {problem}")
         self._known.add(bootstrap)
 
-    def doubt(self, bootstrap: Bootstrap) -> None:
-        """Has it asked again: a leg there did not get its cache."""
+    def forget(self, bootstrap: Bootstrap) -> None:
+        """Has `check` ask it again; for a server where a leg got no KV cache."""
         self._known.discard(bootstrap)

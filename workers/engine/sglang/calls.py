@@ -1,17 +1,18 @@
-"""Runs legs on SGLang's tokenizer manager, and makes its many ways to fail into ours.
+"""Runs legs on SGLang's tokenizer manager, and maps its failures to the contract's errors.
 
-Every call streams: a streamed request ends in a chunk that says why, where the
-others raise FastAPI's exceptions. `generate_request` is used instead of
+Every call streams: a streamed request ends with a chunk that has the reason,
+where others raise FastAPI's exceptions. `generate_request` is used instead of
 `Engine.async_generate` because the latter's signature lacks fields.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Final
+
+import structlog
 
 from inferbus.schemas.errors import (
     Cancelled,
@@ -24,9 +25,9 @@ from inferbus.schemas.errors import (
 from inferbus.schemas.fleet import Role
 from inferbus.workers.engine.interface import Delta, Finish, Leg
 from inferbus.workers.engine.sglang import bootstrap, transfer
-from inferbus.workers.engine.sglang.redact import unquoted
+from inferbus.workers.engine.sglang.redaction import unquoted
 
-log = logging.getLogger(__name__)
+log = structlog.get_logger()
 
 BAD_REQUEST: Final = 400
 UNAVAILABLE: Final = 503
@@ -40,9 +41,9 @@ class Calls:
         self._manager = manager
         self._role = role
         self._fields = _request_fields()
-        # What another version's worker put into a leg, and this one does not know, is left out.
+        # A leg may come from a worker with another version, whose parameters this one does not have.
         self._sampling = frozenset(manager.sampling_params_class.__struct_fields__)
-        self._reached = bootstrap.Reached()
+        self._servers = bootstrap.KnownServers()
         self._live: set[str] = set()
         self._aborted: set[str] = set()
 
@@ -56,7 +57,7 @@ class Calls:
         begun = False
         try:
             if source is not None:
-                await self._reached.check(source)
+                await self._servers.check(source)
             if leg.rid in self._aborted:
                 raise Cancelled("cancelled")
             # Closing SGLang's generator is what aborts the request when ours is closed or cancelled.
@@ -70,11 +71,11 @@ class Calls:
         except ValueError as error:
             if leg.rid in self._aborted:  # SGLang 0.5.17 raises for an abort before the scheduler has it.
                 raise Cancelled("cancelled") from error
-            # SGLang's checks before it schedules a request; prepare makes them first, so this is rare.
+            # SGLang's checks before it schedules a request. `prepare` makes them too, so this is rare.
             raise InvalidRequest(f"the engine refused the request: {unquoted(error)}") from error
         finally:
             if source is not None and not begun:
-                self._reached.doubt(source)
+                self._servers.forget(source)
             self._live.discard(leg.rid)
             self._aborted.discard(leg.rid)
 
@@ -106,7 +107,7 @@ class Calls:
                 raise self._failure(leg, reason)
             seen += len(output["output_ids"])
             if reason is not None and seen != meta["completion_tokens"]:
-                log.error("rid %s: %d tokens came, %d were counted", leg.rid, seen, meta["completion_tokens"])
+                log.error("leg.miscounted", rid=leg.rid, received=seen, counted=meta["completion_tokens"])
                 raise EngineFailed("the engine's stream does not add up")
             finish = reason and Finish(reason=reason["type"], matched=reason.get("matched"))
             yield Delta(
@@ -126,7 +127,7 @@ class Calls:
             return Cancelled("cancelled")
         status = int(reason.get("status_code") or 0)
         message = str(reason.get("message") or "no reason given")
-        log.warning("rid %s: the engine aborted with status %d: %s", leg.rid, status, message)
+        log.warning("leg.aborted", rid=leg.rid, status=status, reason=unquoted(message))
         if status == BAD_REQUEST:
             return InvalidRequest(f"the engine refused the request: {unquoted(message)}")
         if status == UNAVAILABLE:

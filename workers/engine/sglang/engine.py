@@ -8,12 +8,13 @@ from typing import Any
 from inferbus.schemas.fleet import Role
 from inferbus.schemas.requests import AnyRequest
 from inferbus.workers.engine.interface import Delta, EngineInfo, EngineLoad, Leg, Prompt
-from inferbus.workers.engine.sglang import bootstrap, describe, health, launch, options, version
+from inferbus.workers.engine.sglang import bootstrap, health, launch, options
+from inferbus.workers.engine.sglang.bounds import Bounds
 from inferbus.workers.engine.sglang.calls import Calls
-from inferbus.workers.engine.sglang.errors import LaunchFailed
-from inferbus.workers.engine.sglang.loading import loading
-from inferbus.workers.engine.sglang.preparing import Preparer
+from inferbus.workers.engine.sglang.description import describe
+from inferbus.workers.engine.sglang.preparer import Preparer
 from inferbus.workers.engine.sglang.serving import Serving
+from inferbus.workers.engine.sglang.startup import LaunchFailed, collector_paused, installed_version
 
 
 class SGLangEngine:
@@ -56,9 +57,9 @@ class SGLangEngine:
         Raises:
             LaunchFailed: It did not start; nothing of it is left behind.
         """
-        found = version.installed()
+        version = installed_version()
         options.prepare_environment(transfer_timeout)
-        with loading():
+        with collector_paused():
             chosen = options.read(
                 argv, role=role, model=model, bootstrap_port=bootstrap_port, advertise_host=advertise_host
             )
@@ -67,12 +68,12 @@ class SGLangEngine:
             manager = engine.tokenizer_manager
             if chosen.bootstrap is not None:
                 await bootstrap.wait_ready(manager, chosen.bootstrap)
-            # What the first request would otherwise wait for; and a worker that is announced works.
+            # The first request would wait for this otherwise, and a worker is announced only if it works.
             await health.probe(manager, role, within=health.FIRST_SECONDS)
             answers = role != "prefill" and manager.tokenizer is not None
             serving = Serving(engine) if answers else None
-            info = await describe.describe(engine, chosen, found, serving)
-            preparer = Preparer(manager, role=role, bounds=describe.bounds(engine), serving=serving)
+            info = await describe(engine, chosen, version, serving)
+            preparer = Preparer(manager, role=role, bounds=Bounds.of(engine), serving=serving)
         except TimeoutError:
             launch.stop(engine)
             raise LaunchFailed("the engine started, but computes nothing") from None

@@ -1,4 +1,4 @@
-"""Whether an engine lives and answers."""
+"""The health of an engine: whether its processes live and its scheduler answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inferbus.schemas.fleet import Role
 from inferbus.workers.engine.sglang import processes
 
 FRESH_SECONDS: Final = 10.0
-"""An engine that said something this lately needs no probe."""
+"""An engine whose scheduler answered within this time needs no probe."""
 
 PROBE_SECONDS: Final = 10.0
 
@@ -31,7 +31,7 @@ async def healthy(engine: Any, role: Role, *, fresh: float = FRESH_SECONDS) -> b
         return True
     with contextlib.suppress(TimeoutError):
         await probe(manager, role, within=PROBE_SECONDS)
-    # Anything heard since is proof enough; a busy scheduler passes probes over.
+    # Any answer since then will do; a busy scheduler skips probes.
     return bool(manager.last_receive_tstamp >= asked)
 
 
@@ -65,5 +65,5 @@ async def _one_token(manager: Any, role: Role) -> None:
             async for _ in outputs:
                 return
     finally:
-        # The scheduler does not answer a probe's abort, so nobody else would forget it.
+        # The scheduler does not answer a probe's abort, so the manager would keep its state.
         manager.rid_to_state.pop(request.rid, None)

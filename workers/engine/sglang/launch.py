@@ -1,9 +1,9 @@
-"""Builds SGLang's engine inside our process, and keeps it from taking the process over.
+"""Builds SGLang's engine inside our process, and keeps the process ours.
 
 SGLang's `Engine` replaces signal handlers and logging set-up, ends the process
-when a child dies (with status 0 where it is process 1 of a container), and says
-why a start failed in a log only. Here its death ends the process with
-`ENGINE_DIED`, and a failed start is a `LaunchFailed` with nothing left behind.
+when a child dies (with status 0 where it is process 1 of a container), and gives
+the reason of a failed start in a log only. Here its death ends the process with
+`ENGINE_DIED`, and a failed start is a `LaunchFailed` that leaves no process.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -23,14 +24,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NoReturn
 
-from inferbus.workers.engine.sglang import children, processes
-from inferbus.workers.engine.sglang.errors import LaunchFailed
-from inferbus.workers.engine.sglang.options import Options, one_line
+import structlog
 
-log = logging.getLogger(__name__)
+from inferbus.workers.engine.sglang import processes
+from inferbus.workers.engine.sglang.options import Options, one_line
+from inferbus.workers.engine.sglang.startup import LaunchFailed
+from inferbus.workers.observe import logs
+
+log = structlog.get_logger()
 
 SWITCH_SECONDS: Final = 0.0005
-"""After which a thread that waits for Python's lock gets it; 5 ms by default."""
+"""How long a thread may hold the interpreter lock while another one waits; 5 ms by default."""
 
 ENGINE_DIED: Final = 70
 """Exit status of a process whose engine died (`EX_SOFTWARE`)."""
@@ -44,10 +48,10 @@ def build(options: Options) -> Any:
     """
     if threading.current_thread() is not threading.main_thread():
         raise LaunchFailed("the engine has to be built in the main thread: SGLang needs its signal handlers")
-    before = processes.below()
+    before = processes.descendants()
     with tempfile.TemporaryDirectory(prefix="inferbus-engine-") as scratch, _own_logging():
         report = Path(scratch, "reason")
-        os.environ[children.REPORT] = str(report)
+        os.environ[processes.REPORT] = str(report)
         signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGQUIT)}
         try:
             # The loop cannot run while SGLang loads, so SIGTERM has to end the process by itself.
@@ -55,13 +59,13 @@ def build(options: Options) -> Any:
             engine = _engine_class()(server_args=options.arguments)
             _attach(engine)
         except (Exception, SystemExit) as error:
-            processes.end(processes.below() - before)
+            processes.end(processes.descendants() - before)
             for number, handler in signals.items():
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
             reason = report.read_text() if report.exists() else one_line(error)
             raise LaunchFailed(f"the engine did not start: {reason}") from error
         finally:
-            del os.environ[children.REPORT]
+            del os.environ[processes.REPORT]
     return engine
 
 
@@ -70,12 +74,14 @@ def _engine_class() -> Any:
     from sglang.srt.entrypoints.engine import Engine
 
     class Embedded(Engine):  # type: ignore[misc]
-        run_scheduler_process_func = staticmethod(children.run_scheduler)
-        run_detokenizer_process_func = staticmethod(children.run_detokenizer)
+        run_scheduler_process_func = staticmethod(
+            functools.partial(processes.run_scheduler, logging_settings=logs.settings())
+        )
+        run_detokenizer_process_func = staticmethod(processes.run_detokenizer)
 
         @classmethod
         def _launch_scheduler_processes(cls, *arguments: Any, **named: Any) -> Any:
-            # SGLang has set a handler by now that kills this process without a word.
+            # SGLang has set a handler by now that kills this process without a message.
             signal.signal(signal.SIGQUIT, _fail_start)
             return super()._launch_scheduler_processes(*arguments, **named)
 
@@ -100,27 +106,27 @@ def _attach(engine: Any) -> None:
     loop.remove_signal_handler(signal.SIGQUIT)
 
     def die(_number: int, _frame: FrameType | None) -> NoReturn:
-        log.critical("a process of the engine died; this process ends")
+        with contextlib.suppress(RuntimeError):  # The signal may have come in the middle of a write.
+            log.critical("engine.died")
         if manager.crash_dump_folder:
             manager.dump_requests_before_crash()
-        processes.end(pids & processes.below())
+        processes.end(pids & processes.descendants())
         os._exit(ENGINE_DIED)
 
     pids = set(engine.get_all_child_pids())
-    # Not through the loop: it may be busy, and nothing of the engine's would answer it any more.
+    # Not through the loop, which may be busy with the dead engine.
     signal.signal(signal.SIGQUIT, die)
 
 
 def settle() -> None:
-    """Sets this process up for what it does from now on.
+    """Tunes this process for serving, once everything is loaded.
 
-    What is there now is taken out of the garbage collector's rounds, since it stays as long as the process
-    does: SGLang's messages between its processes are thousands of small objects a second, which has the
-    collector look at everything again and again; with a million objects of loaded libraries that was a third
-    of the process's time.
+    Loaded objects are taken out of garbage collection, since they live as long as the process. SGLang's
+    messages between its processes are thousands of small objects a second, so the collector runs often;
+    with a million loaded objects to traverse it took a third of the process's time.
 
-    And a thread that converts a prompt gets Python's lock sooner than after the default of 5 ms, for which it
-    would wait several times for each prompt while the event loop is busy with answers.
+    A thread that converts a prompt gets the interpreter lock sooner than after the default of 5 ms, which
+    it would wait several times for each prompt while the event loop is busy with answers.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.collect()
@@ -139,7 +145,7 @@ def stop(engine: Any) -> None:
     atexit.unregister(engine.shutdown)
     for task in manager.asyncio_tasks:
         task.cancel()
-    processes.end(set(engine.get_all_child_pids()) & processes.below())
+    processes.end(set(engine.get_all_child_pids()) & processes.descendants())
 
 
 @contextlib.contextmanager

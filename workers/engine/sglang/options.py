@@ -20,23 +20,24 @@ import msgspec
 
 from inferbus.schemas.fleet import Bootstrap, Role
 from inferbus.workers.engine import cpu
-from inferbus.workers.engine.sglang.errors import LaunchFailed
+from inferbus.workers.engine.sglang import scheduling
+from inferbus.workers.engine.sglang.startup import LaunchFailed
 
 MODES: Final[dict[Role, str]] = {"prefill": "prefill", "decode": "decode", "both": "null"}
 
 LOG_LEVEL: Final = "warning"
-"""SGLang's server says a line a batch at its own default, `info`."""
+"""SGLang logs a line a batch at its own default, `info`."""
 
 TRANSFER_SECONDS: Final = 30.0
 """How long one side of a transfer waits for the other: 300 s in SGLang, for which a decode slot is held
 when a prefill was aborted or died; that turns one loss into an outage (sgl-project/sglang#28651)."""
 
 HEARTBEAT_SECONDS: Final = 2.0
-"""Two missed heartbeats tell decode that a prefill is gone; 5 s apart in SGLang."""
+"""Decode gives a prefill up after two missed heartbeats; 5 s apart in SGLang."""
 
 BATCHED_COPY: Final = "NIXL_UCX_SGL_ENABLE"
 """Has NIXL's UCX plugin write a request's KV cache as one list, which CUDA copies at once, not piece by
-piece. There are two pieces for every layer and run of pages; beside a busy engine each waits for a turn."""
+piece. There are two pieces for every layer and run of pages; each waits for its turn on a busy GPU."""
 
 _ANY: Final = ("0.0.0.0", "::", "")  # noqa: S104
 
@@ -61,7 +62,7 @@ def prepare_environment(transfer_timeout: float) -> None:
     values = {
         "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": str(seconds),
         # Decode has to be the first to give up. Only then does it forget its connection to a prefill that was
-        # replaced at the same address, which it cannot tell otherwise; a leg that is aborted leaves it in
+        # replaced at the same address, which it cannot detect otherwise; a leg that is aborted leaves it in
         # use, and every later one would fail as well (sgl-project/sglang#34289).
         "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": str(max(1, seconds - 1)),
         "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": str(HEARTBEAT_SECONDS),
@@ -152,7 +153,7 @@ def _with_config_file(parser: argparse.ArgumentParser, argv: list[str]) -> list[
 
 
 def _given(argv: list[str]) -> dict[str, Any]:
-    """The options that the user really gave, by field."""
+    """The options that the user gave, by field, without defaults."""
     parser = _parser()
     for action in parser._actions:
         action.default = argparse.SUPPRESS
@@ -189,6 +190,7 @@ def _own(
         if own and given.get(flag, own) != own:
             raise LaunchFailed(f"{_flag(flag)} {given[flag]} contradicts the worker's own setting, {own}")
     defaults: dict[str, Any] = {"log_level": LOG_LEVEL}
+    defaults |= scheduling.defaults(role, given, gpu=not cpu.cpu_only())
     if cpu.cpu_only():
         _check_processor()
         defaults |= cpu.defaults(role)
@@ -212,7 +214,9 @@ def _flag(name: str) -> str:
 
 def _check_processor() -> None:
     if platform.machine() not in ("x86_64", "AMD64"):
-        raise LaunchFailed(f"no accelerator was found, and no CPU like this will do: {platform.machine()}")
+        raise LaunchFailed(
+            f"no accelerator is available, and this kind of CPU is not supported: {platform.machine()}"
+        )
 
 
 def _fields() -> frozenset[str]:
@@ -249,7 +253,7 @@ def own_address() -> str:
 
 
 def _set_own_address(bootstrap: Bootstrap | None, advertise_host: str | None) -> None:
-    """Makes the KV transfer listen where the worker says it is; SGLang would guess."""
+    """Makes the KV transfer listen at the announced address; SGLang would guess one."""
     address = advertise_host or (bootstrap.host if bootstrap and _is_loopback(bootstrap.host) else None)
     with contextlib.suppress(ValueError):  # SGLang can bind an address, not a name.
         if address is not None:

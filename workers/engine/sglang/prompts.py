@@ -1,4 +1,4 @@
-"""A request on its way through SGLang: checked, tokenised, and cut into legs."""
+"""A prepared request: checked, tokenised, and divided into legs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class SGLangPrompt:
         options: Further fields of SGLang's `GenerateReqInput`, as plain data.
         choices: How many legs.
         answer: Makes a formatter.
-        decode: Gives the text that tokens make after this prompt; None where a reader has tokens alone.
-        resumable: Whether an answer may go on after an interruption; see `Prompt.resumed`.
+        decode: The text of tokens after this prompt; None where the answer has no text.
+        resumable: Whether an answer may be resumed after an interruption; see `Prompt.resumed`.
     """
 
     def __init__(
@@ -45,10 +45,12 @@ class SGLangPrompt:
 
     @property
     def token_ids(self) -> list[int]:
+        """See `Prompt.token_ids`."""
         return self._token_ids
 
     @property
     def choices(self) -> int:
+        """See `Prompt.choices`."""
         return self._choices
 
     def leg(self, index: int, *, rid: str) -> Leg:
@@ -62,9 +64,11 @@ class SGLangPrompt:
         )
 
     def answer(self) -> Answer:
+        """See `Prompt.answer`."""
         return self._answer()
 
     def resumed(self, token_ids: list[int], text: str) -> SGLangPrompt | None:
+        """See `Prompt.resumed`."""
         left = self._sampling["max_new_tokens"] - len(token_ids)
         if not self._resumable or left < 1:
             return None

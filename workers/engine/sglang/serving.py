@@ -1,40 +1,41 @@
 """SGLang's OpenAI server as a library: its request conversion and its formatters, without HTTP.
 
-Chat templates, tools, reasoning, structured output and the shape of chunks are
-its business, and an answer of ours equals its own. What is used of it is
-private (`_convert_to_internal_request`, `_generate_chat_stream`,
+Chat templates, tools, reasoning, structured output and the format of chunks are
+SGLang's, so that an answer equals its server's. The parts used are private
+(`_convert_to_internal_request`, `_generate_chat_stream`,
 `_build_chat_response`, their siblings for completions, and `_tokenize_texts`);
-`version.py` bounds the versions.
+`startup.py` bounds the versions.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
-import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
+import structlog
+
 from inferbus.schemas.errors import InvalidRequest, NotSupported
 from inferbus.schemas.requests import ChatRequest, CompletionRequest
-from inferbus.workers.engine.sglang.redact import safe
+from inferbus.workers.engine.sglang.redaction import safe
 
-log = logging.getLogger(__name__)
+log = structlog.get_logger()
 
 LONG_CHARS: Final = 16_384
-"""Texts of this length take the tokenizer several milliseconds, for which nobody else would be served."""
+"""Texts of this length take the tokenizer several milliseconds, which would block the event loop."""
 
 THREADS: Final = 2
-"""For conversions. Most of one is the tokenizer's, outside of Python's lock; the rest of it in many threads
-keeps that lock from the event loop. With the loop's own executor the first of 128 prompts that came at once
-was ready after 0.4 s, like the last one; with two threads after 0.03 s, and the last one in half the time."""
+"""For conversions. Most of a conversion is tokenising, which releases the interpreter lock; the rest, in many
+threads, would keep the lock from the event loop. With the loop's own executor the first of 128 prompts was
+ready after 0.4 s, like the last one; with two threads after 0.03 s, and the last one in half the time."""
 
 _SAMPLING_NAMES: Final = {
     "max_new_tokens": "max_completion_tokens",
     "min_new_tokens": "min_tokens",
     "sampling_seed": "seed",
 }
-"""`Sampling`'s names that OpenAI's request has another for."""
+"""Names of `Sampling` that differ in OpenAI's request."""
 
 _LATE: Final = ("json_schema", "structural_tag", "spaces_between_special_tokens")
 """Parameters that a chat request has no field for; put on SGLang's parameters afterwards."""
@@ -82,6 +83,7 @@ class PassThrough:
         return getattr(self._manager, name)
 
     def generate_request(self, source: Any, _request: Any = None) -> Any:
+        """Gives back what it was given."""
         return source
 
 
@@ -150,7 +152,7 @@ class Serving:
         return list(token_ids)
 
     def _refuse(self, request: ChatRequest) -> None:
-        """What some version of SGLang would take, or name otherwise."""
+        """Refuses what some versions of SGLang accept, or report differently."""
         template = (request.chat_template_kwargs or {}).get("chat_template")
         if template is not None and not self._trusts_templates:
             raise InvalidRequest(
@@ -244,16 +246,14 @@ def _problem(problem: str, request: ChatRequest | CompletionRequest) -> InvalidR
 
 
 def _refused(error: Exception, request: ChatRequest | CompletionRequest) -> InvalidRequest:
-    """What rendering, tokenising or converting this request raised: its own doing, whatever the class.
+    """What rendering, tokenising or converting this request raised: the caller's fault, whatever the class.
 
-    A template tells by an exception that it does not like a conversation, and mistral's tokenizers
-    have classes of their own for it.
+    A template refuses a conversation by an exception, and mistral's tokenizers have their own classes.
     """
     detail = getattr(error, "detail", None) or error
     content = request.messages if isinstance(request, ChatRequest) else request.prompt
     text = safe(detail, [content, getattr(request, "tools", None)])
-    log.info("the conversion refused a request: %s", type(error).__name__)
-    log.debug("the conversion refused a request", exc_info=error)
+    log.info("request.refused", kind=request.kind, error=type(error).__name__)
     param = _prompt_field(request)
     return InvalidRequest(
         f"{param} could not be rendered for this model: {text or type(error).__name__}", param=param

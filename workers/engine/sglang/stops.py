@@ -1,11 +1,11 @@
-"""Makes SGLang see stop strings however a model spells them.
+"""Stop strings, made visible to SGLang however a model splits them into tokens.
 
 SGLang looks for a stop string in the text of as many of the last tokens as the
 string has when it is tokenised as a whole, plus one, and holds back text that
-may be its beginning over the same stretch. A model that says it in smaller
-pieces gets past both, and the string goes out (trial D6). The stretch is also
-as long as the longest text that a stop pattern can match; so a pattern that
-never matches, but could match that many characters, makes it long enough.
+may be its beginning over the same window. Where a model generates the string in
+more tokens than that, SGLang neither stops nor trims. The window is also as long
+as the longest text that a stop pattern can match, so a pattern that never
+matches, but could match that many characters, makes it long enough.
 """
 
 from __future__ import annotations

@@ -1,38 +1,21 @@
-"""What a running engine is: for the registry, for pairing, and for the checks."""
+"""The description of a running engine: for the registry and for pairing."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 from inferbus.schemas.fleet import Capacity, Signature
 from inferbus.schemas.subjects import Kind
 from inferbus.workers.engine.interface import EngineInfo
-from inferbus.workers.engine.sglang.checks import Bounds
 from inferbus.workers.engine.sglang.options import Options
 from inferbus.workers.engine.sglang.serving import Serving
 
-_SCHEDULER_MARGIN: Final = 5
-"""SGLang's scheduler keeps this much between the longest prompt and the longest request."""
-
 
 def setting(manager: Any, name: str) -> Any:
-    """A server argument as SGLang resolved it: newer versions keep that apart from what was given."""
+    """A server argument as SGLang resolved it: newer versions keep that apart from the given value."""
     if hasattr(manager, "config_value"):
         return manager.config_value(name)
     return getattr(manager.server_args, name)
-
-
-def bounds(engine: Any) -> Bounds:
-    """The limits of one request."""
-    manager = engine.tokenizer_manager
-    # The scheduler refuses prompts of this length and more.
-    too_long = manager.max_req_input_len
-    return Bounds(
-        context_length=manager.context_len,
-        longest_prompt=min(too_long, manager.context_len - manager.num_reserved_tokens) - 1,
-        longest_total=too_long + _SCHEDULER_MARGIN - 1,
-        vocabulary=manager.model_config.vocab_size,
-    )
 
 
 async def describe(engine: Any, options: Options, version: str, serving: Serving | None) -> EngineInfo:
@@ -65,7 +48,14 @@ async def _capacity(engine: Any) -> Capacity:
         max_running=sum(state["effective_max_running_requests_per_dp"] for state in states),
         max_prefill_tokens=setting(manager, "max_prefill_tokens"),
         vocabulary=manager.model_config.vocab_size,
+        step_tokens=_step_tokens(manager),
     )
+
+
+def _step_tokens(manager: Any) -> int:
+    """Tokens of one chunk of prompts; all of a prefill batch where prompts are not cut."""
+    chunk, batch = setting(manager, "chunked_prefill_size"), setting(manager, "max_prefill_tokens")
+    return int(min(chunk, batch) if chunk and chunk > 0 else batch)
 
 
 def _signature(manager: Any) -> Signature:

@@ -1,7 +1,7 @@
-"""Other people's error messages, without what the caller wrote.
+"""Foreign error messages without request content.
 
 Messages go into answers, results and logs; request content must not. SGLang,
-pydantic and chat templates quote the values that they complain of.
+pydantic and chat templates quote the values that they refuse.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 LONGEST: Final = 300
 SHORTEST_SECRET: Final = 4
-"""Shorter strings of a request are words that any message may hold (`user`, `auto`)."""
+"""Shorter strings of a request are words that any message may contain (`user`, `auto`)."""
 
 _QUOTED: Final = re.compile(r"""(['"`]).*?\1""", re.DOTALL)
 _ORDINARY: Final = frozenset(

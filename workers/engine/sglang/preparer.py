@@ -1,4 +1,4 @@
-"""From a request of the contract to a prompt: checked, rendered and tokenised once."""
+"""Prepares requests: a request of the contract is checked, rendered and tokenised once."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from inferbus.schemas.fleet import Role
 from inferbus.schemas.requests import AnyRequest, ChatRequest, CompletionRequest, TokenRequest
 from inferbus.schemas.sampling import GRAMMARS, INT64
 from inferbus.workers.engine.sglang.answers import OpenAIAnswer
-from inferbus.workers.engine.sglang.checks import PROMPT_FIELD, Bounds
+from inferbus.workers.engine.sglang.bounds import PROMPT_FIELD, Bounds
 from inferbus.workers.engine.sglang.prompts import SGLangPrompt
-from inferbus.workers.engine.sglang.redact import unquoted
+from inferbus.workers.engine.sglang.redaction import unquoted
 from inferbus.workers.engine.sglang.serving import Serving, with_late_parameters
 from inferbus.workers.engine.sglang.stops import with_reach
 from inferbus.workers.engine.tokens import TokensAnswer
@@ -30,11 +30,11 @@ _OPTIONS: Final = (
 )
 """Fields of SGLang's request that a leg's options take over from its conversion."""
 
-_LOOKING_BACK: Final = ("stop", "stop_regex", *GRAMMARS, "frequency_penalty", "presence_penalty")
-"""Parameters that depend on what was said before."""
+_OUTPUT_DEPENDENT: Final = ("stop", "stop_regex", *GRAMMARS, "frequency_penalty", "presence_penalty")
+"""Parameters whose effect depends on the output so far."""
 
-_LEANING: Final = 5
-"""Tokens of the prompt that SGLang's detokenizer begins with."""
+_CONTEXT_TOKENS: Final = 5
+"""Tokens of the prompt that SGLang's detokenizer decodes the first output tokens with."""
 
 _NEED_TOKENIZER: Final = ("stop", "stop_regex", *GRAMMARS, "min_new_tokens")
 
@@ -134,10 +134,10 @@ class Preparer:
         )
 
     def _resumable(self, request: AnyRequest, sampling: dict[str, Any]) -> bool:
-        """Whether an answer that goes on from its own first tokens is the one that was begun.
+        """Whether an answer resumed after its first tokens equals an undisturbed one.
 
-        What looks back over the answer, a stop string or a penalty or a grammar or a parser, would not
-        see what is part of the prompt by then.
+        Stop strings, penalties, grammars and parsers read the output so far, and would not see the part
+        that has become prompt.
         """
         parsed = (
             isinstance(request, ChatRequest)
@@ -149,13 +149,13 @@ class Preparer:
             and not parsed
             and not getattr(request, "logprobs", None)
             and not getattr(request, "echo", None)
-            and not any(sampling.get(name) for name in _LOOKING_BACK)
+            and not any(sampling.get(name) for name in _OUTPUT_DEPENDENT)
             and sampling.get("repetition_penalty", 1.0) == 1.0
         )
 
     def _decoder(self, prompt: list[int], sampling: dict[str, Any]) -> Callable[[list[int]], str]:
-        """As SGLang's detokenizer does it: after the prompt's last tokens, on which a first one may lean."""
-        tail = prompt[-_LEANING:]
+        """The text of output tokens, decoded after the prompt's last tokens as SGLang's detokenizer does."""
+        tail = prompt[-_CONTEXT_TOKENS:]
         decode = partial(
             self._manager.tokenizer.decode,
             skip_special_tokens=sampling.get("skip_special_tokens", True),
@@ -168,7 +168,7 @@ class Preparer:
         return text
 
     def _verify(self, sampling: dict[str, Any]) -> None:
-        """SGLang's own checks, now instead of in the middle of a hand-off."""
+        """Runs SGLang's own checks before a hand-off instead of during it."""
         try:
             parameters = self._manager.sampling_params_class(**sampling)
             parameters.normalize(self._manager.tokenizer)
@@ -187,7 +187,7 @@ def _refuse_prompt_logprobs(request: CompletionRequest) -> None:
 
 
 def _refuse_text(request: TokenRequest) -> None:
-    """What an engine without a tokenizer would silently ignore, or die of (sgl-project/sglang#9039)."""
+    """Refuses what an engine without a tokenizer ignores silently, or dies of (sgl-project/sglang#9039)."""
     for name in _NEED_TOKENIZER:
         if getattr(request.sampling, name):
             raise NotSupported(f"this worker has no tokenizer, so it cannot honour {name}", param=name)

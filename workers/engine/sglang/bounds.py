@@ -1,13 +1,13 @@
-"""What is checked of a request once its tokens are known, before the engine sees it.
+"""The limits of one request on an engine, checked once its tokens are known and before the engine runs.
 
-An id outside the vocabulary reads memory that is not an embedding, and an
-over-long prompt that only one side of a prefill/decode pair refuses makes the
-other go on with a KV cache that nobody wrote (sgl-project/sglang#30233).
+An id outside the vocabulary reads memory that is not an embedding. An over-long
+prompt that only one side of a prefill/decode pair refuses makes the other
+generate from a KV cache that was never written (sgl-project/sglang#30233).
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final, Self
 
 import msgspec
 
@@ -17,14 +17,18 @@ from inferbus.schemas.requests import AnyRequest
 PROMPT_FIELD: Final = {"tokens": "token_ids", "chat": "messages", "completions": "prompt"}
 
 
+_SCHEDULER_MARGIN: Final = 5
+"""SGLang's scheduler keeps this much between the longest prompt and the longest request."""
+
+
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
-    """What one request may be, on this engine.
+    """The limits of one request.
 
     Attributes:
         context_length: Prompt and answer together, of the model.
         longest_prompt: In tokens: the context and the KV cache both limit it.
-        longest_total: Prompt and answer together, of the engine's scheduler, which otherwise cuts
-            `max_new_tokens` down without a word.
+        longest_total: Prompt and answer together, of the engine's scheduler, which otherwise lowers
+            `max_new_tokens` silently.
         vocabulary: Token ids are below this.
     """
 
@@ -32,6 +36,19 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     longest_prompt: int
     longest_total: int
     vocabulary: int
+
+    @classmethod
+    def of(cls, engine: Any) -> Self:
+        """The limits of a running `sgl.Engine`."""
+        manager = engine.tokenizer_manager
+        # The scheduler refuses prompts of this length and more.
+        too_long = manager.max_req_input_len
+        return cls(
+            context_length=manager.context_len,
+            longest_prompt=min(too_long, manager.context_len - manager.num_reserved_tokens) - 1,
+            longest_total=too_long + _SCHEDULER_MARGIN - 1,
+            vocabulary=manager.model_config.vocab_size,
+        )
 
     def check_ids(self, token_ids: list[int], param: str) -> None:
         """Refuses ids outside the vocabulary.
