@@ -91,7 +91,8 @@ class Worker:
         while any(self.queues.values()):
             await self.admission.room.wait()
             await asyncio.sleep(PULL)
-            name = next(each for each in self._fair.order() if self.queues[each])
+            order = sorted(self.queues, key=self._fair.order().index)
+            name = next(each for each in order if self.queues[each])
             self._fair.picked(name)
             self.taken.append(name)
             self.job(name, self.queues[name].popleft())
@@ -147,7 +148,8 @@ class Worker:
         request = Request(shape.prompt, shape.answer, shape.allowed, priority=priority, token=token)
         try:
             await asyncio.sleep(PREPARE)
-            await permit.enter(shape.prompt, shape.allowed)
+            certain = shape.answer == shape.allowed
+            await permit.enter(shape.prompt, shape.allowed, certain=certain)
             served.waited = permit.waited
             self.engine.send(request)
             await done

@@ -59,6 +59,7 @@ def served(
     workers = []
 
     async def program() -> None:
+        queues: Mapping[ServiceClass, Sequence[Shape]]
         queues = jobs if isinstance(jobs, Mapping) else {BATCH: jobs}
         worker = Worker(spec, budget(spec, **limits), queues, WEIGHTS)
         workers.append(worker)

@@ -296,6 +296,16 @@ async def test_the_forecast_grows_with_what_a_request_generates_and_ends_with_it
     assert held.kv_forecast == 0
 
 
+async def test_an_answer_that_ignores_its_end_counts_with_all_of_its_tokens() -> None:
+    held = admission()
+    for _ in range(2):
+        permit = await held.take_job(BATCH)
+        await permit.enter(100, 1000, certain=True)
+        permit.first_token()
+        permit.generated(900)
+    assert held.kv_forecast == 2200
+
+
 async def test_a_wider_window_lets_waiting_requests_start() -> None:
     held = admission(window=500)
     await entered(held, BATCH, 600)
