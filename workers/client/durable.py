@@ -101,10 +101,7 @@ class JobStream(AnswerStream[Chunk | Restarted]):
         return [] if parsed is None else self._assembler.take(parsed)
 
     async def _read_stored(self, *, first: bool = False) -> list[Event]:
-        """Reads the stored chunks and the result.
-
-        The pause before the next time doubles while nothing is new.
-        """
+        """Reads the stored chunks and the result; the pauses double while nothing is new."""
         events: list[Event] = []
         last_news = self._last_news
         try:
