@@ -109,7 +109,7 @@ class Client:
             owner: Owner of the jobs; NATS permissions may allow only some.
             content_type: `application/json` or `application/msgpack`.
             timeout: Seconds of silence after which a live request is given up; None: never.
-            name: DeliveredPrefix in the server's list of connections.
+            name: Name in the server's list of connections.
 
         Raises:
             BusUnavailable: Nothing answers, or it refuses; when awaited.
