@@ -33,7 +33,7 @@ from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.client.bulk import answers
 from inferbus.workers.client.durable import JobStream
-from inferbus.workers.client.jobs import JobHandle, publish_cancel, publish_job
+from inferbus.workers.client.jobs import Job, publish_cancel, publish_job
 from inferbus.workers.client.live import LiveStream
 from inferbus.workers.client.messages import Answer, Result
 from inferbus.workers.client.requests import Deadline, checked_id, encode_body, request_body, request_headers
@@ -231,7 +231,7 @@ class Client:
         stream: bool = True,
         again: bool = False,
         traceparent: str | None = None,
-    ) -> JobHandle:
+    ) -> Job:
         """Submits a durable job: stored when this returns, and finished exactly once from then on.
 
         Args:
@@ -260,9 +260,9 @@ class Client:
         fields = request_body(kind, body, streamed=None if stream else False)
         data = encode_body(fields, self.content_type)
         ack = await publish_job(self.bus, subject, data, message_headers)
-        return JobHandle(id=job, owner=self.owner, submission=ack.sequence, duplicate=ack.duplicate)
+        return Job(id=job, owner=self.owner, submission=ack.sequence, duplicate=ack.duplicate)
 
-    def stream(self, job: JobHandle | str, *, timeout: float | None = None) -> JobStream:
+    def stream(self, job: Job | str, *, timeout: float | None = None) -> JobStream:
         """The answer to a job, from its beginning.
 
         Args:
@@ -273,7 +273,7 @@ class Client:
         self._streams.add(answer)
         return answer
 
-    async def result(self, job: JobHandle | str, timeout: float | None = None) -> Result:
+    async def result(self, job: Job | str, timeout: float | None = None) -> Result:
         """Waits for a job's result.
 
         Args:
@@ -289,7 +289,7 @@ class Client:
             raise result.error
         return result
 
-    async def cancel(self, job: JobHandle | str) -> None:
+    async def cancel(self, job: Job | str) -> None:
         """Stops a job wherever it is, also while queued: this submission, or with an id all up to now.
 
         Raises:
@@ -297,9 +297,9 @@ class Client:
         """
         await publish_cancel(self.bus, self.job(job))
 
-    def job(self, job: JobHandle | str) -> JobHandle:
+    def job(self, job: Job | str) -> Job:
         """The handle of a job that is known by its id."""
-        return job if isinstance(job, JobHandle) else JobHandle(id=checked_id(job), owner=self.owner)
+        return job if isinstance(job, Job) else Job(id=checked_id(job), owner=self.owner)
 
     async def workers(self) -> list[WorkerInfo]:
         """The announced workers, by model, role and id.
