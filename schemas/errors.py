@@ -52,7 +52,8 @@ class ErrorBody(msgspec.Struct, omit_defaults=True, kw_only=True):
     code: str
     message: str
     param: str | None = None
-    retryable: bool = False
+    # By a factory, since a plain default is omitted, and readers in other languages rely on the field.
+    retryable: bool = msgspec.field(default_factory=bool)
 
 
 class ErrorAnswer(msgspec.Struct, omit_defaults=True, kw_only=True):

@@ -24,7 +24,7 @@ from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.bus.jetstream.provision import provision
-from inferbus.workers.client import Client, JobHandle, Restarted, TimedOut, durable, results, text
+from inferbus.workers.client import Client, Job, Restarted, TimedOut, durable, results, text
 from inferbus.workers.config import StreamSettings
 from inferbus.workers.stack.server import NatsServer
 from tests.support.answers import chat_answer
@@ -57,12 +57,12 @@ async def worker(server: NatsServer) -> AsyncIterator[Responder]:
         yield found
 
 
-def of(job: JobHandle, attempt: int = 1, **more: str) -> dict[str, str]:
+def of(job: Job, attempt: int = 1, **more: str) -> dict[str, str]:
     """Headers of a job's chunks."""
     return {"Infer-Submission": str(job.submission), "Infer-Attempt": str(attempt), **more}
 
 
-async def finish(worker: Responder, job: JobHandle, *texts: str, attempt: int = 1) -> None:
+async def finish(worker: Responder, job: Job, *texts: str, attempt: int = 1) -> None:
     """Everything that a worker sends for a job, in its order."""
     chunks, subject = chunks_of(*texts, attempt=attempt), f"infer.stream.me.{job.id}"
     await worker.send(subject, *chunks, headers=of(job, attempt))
@@ -83,7 +83,7 @@ def lossy(client: Client, monkeypatch: pytest.MonkeyPatch, lose: Callable[[Messa
 
 async def test_a_job_is_stored_with_its_identity(client: Client) -> None:
     job = await client.submit("chat", "m", BODY, job_id="j", job_class="interactive", deadline=60)
-    assert job == JobHandle(id="j", owner="me", submission=1, duplicate=False)
+    assert job == Job(id="j", owner="me", submission=1, duplicate=False)
     stored = await JetStream(client.bus).last(layout.JOBS, "infer.jobs.m.interactive.me.chat")
     assert stored is not None
     assert json.loads(stored.data) == BODY | {"stream_options": {"include_usage": True}}

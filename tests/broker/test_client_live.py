@@ -6,14 +6,22 @@ import asyncio
 import gc
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import pytest
 
 from inferbus.schemas.answers import TokenAnswer, TokenChunk, Usage
-from inferbus.schemas.errors import BusUnavailable, Cancelled, InvalidRequest, NoWorker, PayloadTooLarge
+from inferbus.schemas.errors import (
+    BusUnavailable,
+    Cancelled,
+    InferbusError,
+    InvalidRequest,
+    NoWorker,
+    PayloadTooLarge,
+)
 from inferbus.workers.bus.errors import NotPermitted
-from inferbus.workers.client import AnswerLost, Client, Stats, TimedOut, live, text
+from inferbus.workers.client import AnswerLost, Client, Stats, TimedOut, bulk, live, text
 from inferbus.workers.stack.server import NatsServer
 from tests.support.answers import USAGE, chat_answer
 from tests.support.eventually import eventually
@@ -62,6 +70,109 @@ async def test_a_chat_streams_and_tells_who_served_it(client: Client, worker: Re
     stats = Stats.of(stream)
     assert stats.usage == msgspec.convert(USAGE, Usage)
     assert "prefill p1 → decode d1" in stats.line()
+
+
+async def test_awaiting_a_request_gives_the_whole_answer(client: Client, worker: Responder) -> None:
+    stream = client.chat("m", HELLO)
+    await worker.answer((await worker.request()).reply, "Par", "is")
+    assert await stream == chat_answer("Paris")
+
+
+async def test_a_client_that_is_not_connected_says_how_to_connect(server: NatsServer) -> None:
+    with pytest.raises(TypeError, match=r"Client\.connect"):
+        Client(server.url)  # type: ignore[arg-type]
+
+
+CYCLE: list[Any] = []
+CYCLE.append(CYCLE)
+
+
+@pytest.mark.parametrize("content_type", ["application/json", "application/msgpack"])
+@pytest.mark.parametrize(
+    "value", ["\ud800", CYCLE, object(), {"a": ["\ud800"]}], ids=["surrogate", "cycle", "object", "inner"]
+)
+async def test_a_value_that_cannot_be_sent_is_an_error_that_names_its_field(
+    server: NatsServer, content_type: str, value: Any
+) -> None:
+    async with Client.connect(server.url, content_type=content_type) as client:
+        with pytest.raises(InvalidRequest, match="'user' cannot be sent") as raised:
+            client.chat("m", HELLO, user=value)
+        assert raised.value.param == "user"
+        with pytest.raises(InvalidRequest, match="'user' cannot be sent"):
+            await client.submit("chat", "m", {"messages": HELLO, "user": value})
+
+
+async def test_a_number_that_is_too_large_is_an_error_that_names_its_field(server: NatsServer) -> None:
+    async with Client.connect(server.url, content_type="application/msgpack") as client:
+        with pytest.raises(
+            InvalidRequest, match="'seed' cannot be sent: a number in it has more than 64 bits"
+        ):
+            client.chat("m", HELLO, seed=2**70)
+
+
+@pytest.mark.parametrize("deadline", [float("nan"), float("inf"), 10**400])
+async def test_a_deadline_that_is_no_moment_is_refused(client: Client, deadline: float) -> None:
+    with pytest.raises(InvalidRequest, match="deadline"):
+        client.chat("m", HELLO, deadline=deadline)
+
+
+async def test_many_requests_are_answered_in_order_and_sent_again_where_that_may_help(
+    client: Client, worker: Responder
+) -> None:
+    refused: set[str] = set()
+
+    async def serve() -> None:
+        while True:
+            request = await worker.requests.get()
+            prompt = json.loads(request.data)["messages"][0]["content"]
+            if prompt == "wrong":
+                error = {"code": "invalid_request", "message": "no", "retryable": False}
+                await worker.send(request.reply, {"error": error, "job": "j", "attempt": 1})
+                await worker.end(request.reply, 1, "error")
+            elif prompt not in refused:
+                refused.add(prompt)
+                error = {"code": "overloaded", "message": "all slots are busy", "retryable": True}
+                await worker.send(request.reply, {"error": error, "job": "j", "attempt": 1})
+                await worker.end(request.reply, 1, "error")
+            else:
+                await worker.answer(request.reply, prompt)
+
+    serving = asyncio.create_task(serve())
+    prompts = [*map(str, range(20)), "wrong", "last"]
+    bodies = ({"messages": [{"role": "user", "content": prompt}]} for prompt in prompts)
+    answers = [answer async for answer in client.map("chat", "m", bodies, concurrency=4)]
+    serving.cancel()
+    [error] = [answer for answer in answers if isinstance(answer, InferbusError)]
+    assert answers.index(error) == prompts.index("wrong")
+    assert isinstance(error, InvalidRequest)
+    assert [answer for answer in answers if answer is not error] == [
+        chat_answer(prompt) for prompt in prompts if prompt != "wrong"
+    ]
+
+
+async def test_no_more_requests_are_in_flight_than_asked_for(client: Client, worker: Responder) -> None:
+    bodies = ({"messages": HELLO} for _ in range(10))
+    collecting = asyncio.create_task(
+        asyncio.wait_for(_collect(client.map("chat", "m", bodies, concurrency=3)), 20)
+    )
+    for left in range(10, 0, -1):
+        await eventually(lambda left=left: worker.requests.qsize() == min(3, left))
+        await worker.answer((await worker.request()).reply, "a")
+    assert await collecting == [chat_answer("a")] * 10
+
+
+async def _collect(answers: AsyncIterator[Any]) -> list[Any]:
+    return [answer async for answer in answers]
+
+
+async def test_many_requests_that_nobody_takes_end_with_what_to_do_instead(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk, "FIRST_BACKOFF", 0.01)
+    bodies = [{"messages": HELLO}] * 3
+    answers = await _collect(client.map("chat", "nobody", bodies, max_attempts=2))
+    assert [type(answer) for answer in answers] == [NoWorker] * 3
+    assert "a durable job waits" in str(answers[0])
 
 
 async def test_an_answer_can_be_had_in_one_piece(client: Client, worker: Responder) -> None:

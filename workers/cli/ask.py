@@ -114,7 +114,7 @@ def parse_params(params: tuple[str, ...]) -> dict[str, Any]:
 
 
 async def show(answer: AnswerStream[Any], *, as_json: bool, quiet: bool) -> int:
-    """Prints an answer, its text as it comes or all of it as JSON, and its statistics on standard error."""
+    """Prints an answer as text or JSON, then its statistics on standard error."""
     if as_json:
         click.echo(codec.encode(await answer.answer()).decode())
     else:

@@ -71,8 +71,8 @@ def _state(info: WorkerInfo) -> str:
     return f"{info.worker} {info.state}" + (f" ({info.reason})" if info.reason else "")
 
 
-def _share(info: WorkerInfo) -> str:
-    """How much of the KV cache the requests in the engine will need."""
+def _kv_share(info: WorkerInfo) -> str:
+    """The share of the KV cache that the requests in the engine will need."""
     tokens = info.capacity.kv_tokens if info.capacity else 0
     return f"{info.load.kv_forecast / tokens:.0%}" if tokens else "-"
 
@@ -85,7 +85,7 @@ def _row(info: WorkerInfo) -> tuple[object, ...]:
         info.state if not info.reason else f"{info.state}: {info.reason}",
         f"{info.load.busy}/{info.load.slots}",
         info.load.queued,
-        _share(info),
+        _kv_share(info),
         " ".join(info.kinds),
         info.engine,
         info.host,

@@ -12,7 +12,7 @@ from inferbus.schemas.subjects import CLASSES, KINDS, JobClass, Kind
 from inferbus.workers.cli.ask import owner_option, show
 from inferbus.workers.cli.options import Command, settings_options
 from inferbus.workers.cli.running import with_client
-from inferbus.workers.client import Client, JobHandle, Result
+from inferbus.workers.client import Client, Job, Result
 from inferbus.workers.client.deltas import to_chunks
 from inferbus.workers.client.stream import text
 
@@ -127,13 +127,13 @@ def cancel(job: str, submission: int | None, **options: Any) -> int:
 
     async def work(client: Client) -> int:
         named = client.job(job)
-        await client.cancel(JobHandle(id=named.id, owner=named.owner, submission=submission))
+        await client.cancel(Job(id=named.id, owner=named.owner, submission=submission))
         return 0
 
     return with_client(options, work)
 
 
-def _line(job: JobHandle) -> str:
+def _line(job: Job) -> str:
     return f"{job.id} {job.submission}{' (submitted before)' if job.duplicate else ''}"
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Iterable
-from importlib.util import find_spec
 from typing import Final
 
 from inferbus.workers.cli.running import CommandFailed
@@ -62,6 +62,6 @@ def missing_message(modules: Iterable[str], *, extra: str) -> str:
 
 def _installed(module: str) -> bool:
     try:
-        return find_spec(module) is not None
+        return importlib.util.find_spec(module) is not None
     except ValueError:  # Imported already, without a specification.
         return True

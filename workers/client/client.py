@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import weakref
-from collections.abc import Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, NamedTuple
 
@@ -22,7 +22,7 @@ from msgspec import UNSET, UnsetType
 
 from inferbus.schemas import codec, headers
 from inferbus.schemas.answers import TokenChunk
-from inferbus.schemas.errors import CallerError, InvalidSubject
+from inferbus.schemas.errors import CallerError, InferbusError, InvalidSubject
 from inferbus.schemas.fleet import WorkerInfo
 from inferbus.schemas.subjects import LIVE_OWNER, JobClass, Kind, escape
 from inferbus.workers.bus.connection.bus import Bus
@@ -31,11 +31,12 @@ from inferbus.workers.bus.fleet.registry import entry_subject, parse_entry
 from inferbus.workers.bus.interface import Stored
 from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
+from inferbus.workers.client.bulk import answers
 from inferbus.workers.client.durable import JobStream
-from inferbus.workers.client.jobs import JobHandle, publish_cancel, publish_job
+from inferbus.workers.client.jobs import Job, publish_cancel, publish_job
 from inferbus.workers.client.live import LiveStream
-from inferbus.workers.client.messages import Result
-from inferbus.workers.client.requests import Deadline, checked_id, request_body, request_headers
+from inferbus.workers.client.messages import Answer, Result
+from inferbus.workers.client.requests import Deadline, checked_id, encode_body, request_body, request_headers
 from inferbus.workers.client.results import Results
 from inferbus.workers.client.stream import AnswerStream
 from inferbus.workers.config import BusSettings
@@ -46,6 +47,11 @@ log = structlog.get_logger()
 OWNER: Final = "default"
 TIMEOUT: Final = 120.0
 """Seconds of silence after which a live request is given up: long enough for a long prompt."""
+
+CONCURRENCY: Final = 32
+MAX_ATTEMPTS: Final = 10
+"""Of `Client.map`: the last pauses between attempts are five seconds, so that requests wait for half a
+minute."""
 
 CLOSE_TIMEOUT: Final = 1.0
 """Seconds that `close` waits for subscriptions to end."""
@@ -76,6 +82,8 @@ class Client:
         timeout: float | None = TIMEOUT,
     ) -> None:
         """Not to be called; see `connect`."""
+        if not isinstance(bus, Bus):
+            raise TypeError("use Client.connect(…): `async with Client.connect(url) as client`")
         self.bus = bus
         self.owner = owner
         self.content_type = content_type
@@ -144,6 +152,7 @@ class Client:
             params: Further fields of the body: `max_tokens=64`, `stream=False`, …
 
         Raises:
+            InvalidRequest: A value cannot be sent as JSON or MessagePack; nothing was sent.
             PayloadTooLarge: Over the server's limit; nothing was sent.
         """
         body = {"messages": list(messages), **params}
@@ -179,6 +188,37 @@ class Client:
         body = {"token_ids": list(token_ids), **params}
         return self._live(model, "tokens", body, _Options(job_id, deadline, timeout, traceparent))
 
+    def map(
+        self,
+        kind: Kind,
+        model: str,
+        bodies: Iterable[Mapping[str, Any]],
+        *,
+        concurrency: int = CONCURRENCY,
+        max_attempts: int = MAX_ATTEMPTS,
+        timeout: float | UnsetType | None = UNSET,
+    ) -> AsyncIterator[Answer | InferbusError]:
+        """Sends many live requests, a bounded number at a time, and yields their answers in order.
+
+        A retryable error, such as that all workers are busy, is retried after a growing pause. A request that
+        fails for good yields its error instead of an answer, and the others go on. Jobs that have to outlive
+        this program, or may wait for long, should be submitted instead.
+
+        Args:
+            kind: `chat`, `completions` or `tokens`.
+            model: The served model name.
+            bodies: The requests, as that kind defines them.
+            concurrency: Requests in flight at once; about as many as the workers have slots.
+            max_attempts: Attempts for one request.
+            timeout: Seconds of silence after which an attempt is given up; None: never; default: the
+                client's.
+        """
+
+        def send(body: Mapping[str, Any]) -> LiveStream[Any]:
+            return self._live(model, kind, dict(body), _Options(None, None, timeout, None))
+
+        return answers(bodies, send, concurrency=concurrency, max_attempts=max_attempts)
+
     async def submit(
         self,
         kind: Kind,
@@ -191,7 +231,7 @@ class Client:
         stream: bool = True,
         again: bool = False,
         traceparent: str | None = None,
-    ) -> JobHandle:
+    ) -> Job:
         """Submits a durable job: stored when this returns, and finished exactly once from then on.
 
         Args:
@@ -207,6 +247,7 @@ class Client:
             traceparent: W3C trace context.
 
         Raises:
+            InvalidRequest: A value cannot be sent as JSON or MessagePack; nothing was sent.
             PayloadTooLarge: Over the server's limit; nothing was sent.
             Overloaded: The queue is full, or this owner's part of it; try again later.
             BusUnavailable: It was not accepted, or NATS did not say so in time.
@@ -217,11 +258,11 @@ class Client:
         message_headers[headers.MSG_ID] = secrets.token_hex(16) if again else f"{escape(self.owner)}.{job}"
         subject = self.bus.subjects.job(model, job_class, self.owner, kind)
         fields = request_body(kind, body, streamed=None if stream else False)
-        data = codec.encode(fields, self.content_type)
+        data = encode_body(fields, self.content_type)
         ack = await publish_job(self.bus, subject, data, message_headers)
-        return JobHandle(id=job, owner=self.owner, submission=ack.sequence, duplicate=ack.duplicate)
+        return Job(id=job, owner=self.owner, submission=ack.sequence, duplicate=ack.duplicate)
 
-    def stream(self, job: JobHandle | str, *, timeout: float | None = None) -> JobStream:
+    def stream(self, job: Job | str, *, timeout: float | None = None) -> JobStream:
         """The answer to a job, from its beginning.
 
         Args:
@@ -232,7 +273,7 @@ class Client:
         self._streams.add(answer)
         return answer
 
-    async def result(self, job: JobHandle | str, timeout: float | None = None) -> Result:
+    async def result(self, job: Job | str, timeout: float | None = None) -> Result:
         """Waits for a job's result.
 
         Args:
@@ -248,7 +289,7 @@ class Client:
             raise result.error
         return result
 
-    async def cancel(self, job: JobHandle | str) -> None:
+    async def cancel(self, job: Job | str) -> None:
         """Stops a job wherever it is, also while queued: this submission, or with an id all up to now.
 
         Raises:
@@ -256,9 +297,9 @@ class Client:
         """
         await publish_cancel(self.bus, self.job(job))
 
-    def job(self, job: JobHandle | str) -> JobHandle:
+    def job(self, job: Job | str) -> Job:
         """The handle of a job that is known by its id."""
-        return job if isinstance(job, JobHandle) else JobHandle(id=checked_id(job), owner=self.owner)
+        return job if isinstance(job, Job) else Job(id=checked_id(job), owner=self.owner)
 
     async def workers(self) -> list[WorkerInfo]:
         """The announced workers, by model, role and id.
@@ -318,7 +359,7 @@ class Client:
         job = checked_id(options.job_id)
         message_headers = self._headers(job, options.deadline, options.traceparent)
         streamed = body.pop("stream", None) is not False
-        data = codec.encode(request_body(kind, body, streamed=streamed), self.content_type)
+        data = encode_body(request_body(kind, body, streamed=streamed), self.content_type)
         timeout = self._timeout if isinstance(options.timeout, UnsetType) else options.timeout
         answer: LiveStream[Any] = LiveStream(self.bus, job, timeout=timeout)
         answer.send(self.bus.subjects.request(model, kind), data, message_headers)

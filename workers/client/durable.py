@@ -24,7 +24,7 @@ from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.client.assembler import Event, Restarted
 from inferbus.workers.client.errors import TimedOut
-from inferbus.workers.client.jobs import JobHandle, publish_cancel
+from inferbus.workers.client.jobs import Job, publish_cancel
 from inferbus.workers.client.messages import Chunk, parse_message, submission_of
 from inferbus.workers.client.results import FIRST_PAUSE, LAST_PAUSE, Results
 from inferbus.workers.client.stream import AnswerStream
@@ -48,7 +48,7 @@ class JobStream(AnswerStream[Chunk | Restarted]):
     def __init__(
         self,
         bus: Bus,
-        job: JobHandle,
+        job: Job,
         *,
         timeout: float | None,
         spawn: Spawn,
@@ -101,10 +101,7 @@ class JobStream(AnswerStream[Chunk | Restarted]):
         return [] if parsed is None else self._assembler.take(parsed)
 
     async def _read_stored(self, *, first: bool = False) -> list[Event]:
-        """Reads the stored chunks and the result.
-
-        The pause before the next time doubles while nothing is new.
-        """
+        """Reads the stored chunks and the result; the pauses double while nothing is new."""
         events: list[Event] = []
         last_news = self._last_news
         try:

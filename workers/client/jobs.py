@@ -15,7 +15,7 @@ from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.client.messages import submission_of
 
 
-class JobHandle(msgspec.Struct, frozen=True, kw_only=True):
+class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Names a submitted job.
 
     Attributes:
@@ -59,7 +59,7 @@ async def publish_job(bus: Bus, subject: str, data: bytes, message_headers: Mapp
         raise BusUnavailable(f"the job was not accepted: {error.description}") from None
 
 
-async def publish_cancel(bus: Bus, job: JobHandle) -> None:
+async def publish_cancel(bus: Bus, job: Job) -> None:
     """Asks for a job to be stopped wherever it is, also while it is queued.
 
     Raises:

@@ -78,10 +78,7 @@ class LiveStream(AnswerStream[C]):
         return [] if parsed is None else self._assembler.take(parsed)
 
     async def _next_message(self) -> Message:
-        """The next message.
-
-        During a silence, checks that the request was permitted and its worker is alive.
-        """
+        """The next message; a long silence checks the permission and the worker."""
         probe: LivenessProbe | None = None
         waited, timeout = 0.0, float("inf") if self._timeout is None else self._timeout
         try:
@@ -102,7 +99,7 @@ class LiveStream(AnswerStream[C]):
                 probe.close()
 
     def _check_permission(self) -> None:
-        """NATS reports a refused publish on the connection, not to the publisher."""
+        """NATS reports a refused publish on the connection, and does not answer it."""
         if not self._bus.may_publish(self._request.subject):
             raise NotPermitted(f"not permitted to publish to {self._request.subject}")
 

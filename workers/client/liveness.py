@@ -47,7 +47,7 @@ class LivenessProbe:
             WorkerLost: The last `MAX_UNANSWERED` questions were not answered.
         """
         if not self._bus.may_publish(self._any_job):
-            # The permission is for all live requests: one that was refused is refused for all.
+            # A user who may not ask about one request may not ask about any.
             return
         if not self._bus.settled:
             # The connection is lost or just back: silence means nothing.

@@ -21,6 +21,7 @@ from inferbus.schemas.errors import (
     InferbusError,
     InternalError,
     NoWorker,
+    Overloaded,
     from_body,
 )
 from inferbus.schemas.headers import Continuation, Status
@@ -32,6 +33,9 @@ Chunk = dict[str, Any] | TokenChunk
 
 Answer = dict[str, Any] | TokenAnswer
 """A whole answer: OpenAI's object for `chat` and `completions`, a struct for `tokens`."""
+
+HINT: Final = "a durable job waits until a worker is free"
+"""What to do where no worker takes a live request."""
 
 _STATUSES: Final[dict[str, Status]] = {status: status for status in get_args(Status)}
 _NO_RESPONDERS: Final = "503"
@@ -172,7 +176,9 @@ def status_error(status: Status) -> InferbusError | None:
 
 def _end(values: Mapping[str, str]) -> AnswerMessage | None:
     if values.get("Status") == _NO_RESPONDERS:
-        problem = NoWorker("nobody serves this model and kind at the moment")
+        problem = NoWorker(
+            f"no worker takes requests of this model and kind: none serves them, or all are busy; {HINT}"
+        )
         return ErrorMessage(attempt=1, error=problem, final=True)
     status = _STATUSES.get(values.get(headers.STATUS, ""))
     if status is None:
@@ -226,6 +232,10 @@ def _convert(fields: dict[str, Any], kind: type[T]) -> T:
 
 def _error(fields: dict[str, Any]) -> InferbusError:
     try:
-        return from_body(msgspec.convert(fields, ErrorBody))
+        error = from_body(msgspec.convert(fields, ErrorBody))
     except msgspec.ValidationError:
         return InternalError("an answer is an error that is not of the contract")
+    if isinstance(error, Overloaded):
+        # Only live requests end with it: a durable job waits in its queue.
+        return Overloaded(f"{error.message}; {HINT}", param=error.param)
+    return error

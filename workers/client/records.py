@@ -224,10 +224,7 @@ def job_address(subject: str, subjects: Subjects) -> JobAddress | None:
 
 
 def queue_address(filter: str, subjects: Subjects) -> JobAddress | None:
-    """Model and class of a consumer's jobs, from its filter; None if that does not name them.
-
-    The address has a meaningless owner and kind.
-    """
+    """Model and class of a consumer's jobs; owner and kind mean nothing. None without such a filter."""
     base = filter.removesuffix(".*.*")
     return job_address(f"{base}.any.tokens", subjects) if base != filter else None
 

@@ -25,12 +25,14 @@ def budget(role: Role, capacity: Capacity, settings: WorkerSettings) -> Budget:
         capacity: Of its engine.
         settings: Of the worker.
     """
-    step = _step(capacity)
+    steps = STEPS if role == "both" else PREFILL_STEPS
+    window = settings.prompt_window or _step(capacity) * steps
     return Budget(
         slots=settings.slots or capacity.max_running,
         kv_tokens=capacity.kv_tokens,
-        window=settings.prompt_window or step * (STEPS if role == "both" else PREFILL_STEPS),
-        staged=step,
+        window=window,
+        # A third of the window is prepared beyond it, so that the next prompt is ready in time.
+        staged=window // 3,
         live_share=settings.live_share,
     )
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 import tomllib
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from inferbus.schemas.errors import (
 )
 from inferbus.workers import roles
 from inferbus.workers.bus.errors import NotPermitted
-from inferbus.workers.cli import main, prerequisites
+from inferbus.workers.cli import main
 from inferbus.workers.cli.ask import parse_params
 from inferbus.workers.cli.main import inferbus
 from inferbus.workers.cli.running import (
@@ -171,7 +171,8 @@ def test_a_missing_package_is_one_line_that_names_its_extra(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(prerequisites, "find_spec", lambda name: None if name == module else find_spec(name))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else find(name))
     assert main(command) == 1
     assert capsys.readouterr().err == f"inferbus: {module} not installed: pip install 'inferbus[{extra}]'\n"
 

@@ -7,6 +7,7 @@ dead read loop from an idle one, or to drop a socket whose peer is frozen.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -52,6 +53,23 @@ class GuardedClient(Client):  # type: ignore[misc]  # nats-py has no types
         # collector; the server sent nothing, for example.
         abort_socket(self)
         await super()._connect_to_server(s)
+        _drop_writes_when_closed(getattr(self, "_transport", None))
+
+
+def _drop_writes_when_closed(transport: Any) -> None:
+    """Has a closed transport drop what is written to it, as asyncio's does.
+
+    uvloop's raises RuntimeError, in the middle of `close` for example, which then leaves the rest undone.
+    """
+    write = getattr(transport, "writelines", None)
+    if write is None:
+        return
+
+    def writelines(payload: Any) -> None:
+        with contextlib.suppress(RuntimeError):
+            write(payload)
+
+    transport.writelines = writelines
 
 
 def can_write_batches(client: Any) -> bool:
