@@ -113,18 +113,17 @@ def abort_socket(client: Any) -> bool:
 
     nats-py closes a lost connection gracefully, and so waits for ever for a stopped peer that reads nothing.
     """
-    writer = getattr(getattr(client, "_transport", None), "_io_writer", None)
-    transport = getattr(writer, "transport", None)
-    if not isinstance(transport, asyncio.Transport):
+    writer = _socket_writer(client)
+    if writer is None:
         return False
-    transport.abort()
+    writer.transport.abort()
     return True
 
 
 def is_encrypted(client: Any) -> bool | None:
     """Whether the connection uses TLS; None where that is unknown."""
-    writer = getattr(getattr(client, "_transport", None), "_io_writer", None)
-    if not isinstance(writer, asyncio.StreamWriter):
+    writer = _socket_writer(client)
+    if writer is None:
         return None
     return isinstance(writer.get_extra_info("ssl_object"), ssl.SSLObject)
 
@@ -160,3 +159,9 @@ def forget_subscription(client: Any, sub: Any) -> None:
         stop()
     if callable(remove):
         remove(getattr(sub, "_id", -1))
+
+
+def _socket_writer(client: Any) -> asyncio.StreamWriter | None:
+    """Where the client writes; None over a WebSocket, before the first connection, or where unknown."""
+    writer = getattr(getattr(client, "_transport", None), "_io_writer", None)
+    return writer if isinstance(writer, asyncio.StreamWriter) else None
