@@ -294,7 +294,8 @@ class Bus:
         try:
             async with asyncio.timeout(timeout):
                 await self._client.close()
-        except (TimeoutError, nats.errors.Error, OSError) as error:
+        except (TimeoutError, nats.errors.Error, OSError, RuntimeError) as error:
+            # RuntimeError: uvloop closed the transport while nats-py was closing the connection.
             log.warning("bus.close_failed", error=str(error) or type(error).__name__)
             natspy.abort_socket(self._client)
 

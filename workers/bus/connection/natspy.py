@@ -40,6 +40,14 @@ class GuardedClient(Client):  # type: ignore[misc]  # nats-py has no types
         except RuntimeError as error:
             raise StaleConnectionError from error
 
+    async def _close(self, status: int, do_cbs: bool = True) -> None:
+        # nats-py writes what is unsent even to a lost connection's closed transport: the same RuntimeError.
+        writer = _socket_writer(self)
+        if writer is not None and writer.is_closing():
+            self._pending: list[bytes] = []
+            self._pending_data_size = 0
+        await super()._close(status, do_cbs)
+
     async def _connect_to_server(self, s: Any) -> None:
         # An attempt that failed after its TCP connection was made would leave the socket to the garbage
         # collector; the server sent nothing, for example.
