@@ -6,7 +6,8 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 BIN := .venv/bin
-# More options for pytest: make test PYTEST_ARGS="-k handoff"
+# Options for pytest: make test PYTEST_ARGS="-k handoff". Coverage is measured, and has to be enough, without them:
+# a part of the suite says nothing about it.
 PYTEST_ARGS ?=
 
 .PHONY: help
@@ -31,8 +32,8 @@ up: env ## the same stack in the foreground, until Ctrl-C
 	@$(BIN)/inferbus up
 
 .PHONY: test
-test: dev lint types ## all checks and the whole test suite
-	$(BIN)/pytest $(PYTEST_ARGS)
+test: dev lint types ## all checks, the whole test suite and its coverage
+	$(BIN)/pytest $(or $(PYTEST_ARGS),--cov)
 
 .PHONY: lint
 lint: dev ## formatting and lint rules, of the code and of what deploys it

@@ -19,7 +19,7 @@ from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.client import Client
 from inferbus.workers.client.assembler import Restarted
-from inferbus.workers.client.jobs import JobHandle
+from inferbus.workers.client.jobs import Job
 from inferbus.workers.stack.local import LocalStack
 
 OWNER: Final = "bench"
@@ -168,7 +168,7 @@ class _End(msgspec.Struct, frozen=True, kw_only=True):
     after: float
 
 
-async def _seen(client: Client, job: JobHandle) -> list[int]:
+async def _seen(client: Client, job: Job) -> list[int]:
     """The tokens of a job as its reader has them in the end."""
     tokens: list[int] = []
     async for event in client.stream(job):

@@ -28,7 +28,8 @@ LIVE_OWNER: Final = "live"
 _SAFE: Final = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
 _TOKEN: Final = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+")
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_-]+")
-_REPLY_TOKEN: Final = re.compile(r"[!-~]+")
+PUBLISHABLE: Final = re.compile(r"[!-)+,\-/-=?-~]+(?:\.[!-)+,\-/-=?-~]+)*")
+"""A subject that can be published to: printable ASCII tokens without `*` and `>`."""
 
 
 def escape(name: str) -> str:
@@ -198,8 +199,8 @@ class Subjects(msgspec.Struct, frozen=True):
         tokens = subject.split(".")
         allowed = (
             len(subject) <= limits.SUBJECT_CHARS
-            and all(_REPLY_TOKEN.fullmatch(token) for token in tokens)
-            and not any(token in ("*", ">") or token.startswith("$") for token in tokens)
+            and PUBLISHABLE.fullmatch(subject) is not None
+            and not any(token.startswith("$") for token in tokens)
             and (
                 any(subject.startswith(prefix) and len(subject) > len(prefix) for prefix in prefixes)
                 or (subject.startswith(own) and _TOKEN.fullmatch(subject[len(own) :]) is not None)

@@ -26,7 +26,7 @@ from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.bus.jetstream.provision import provision
 from inferbus.workers.client import (
     Client,
-    JobHandle,
+    Job,
     JobNotFound,
     Restarted,
     TimedOut,
@@ -66,12 +66,12 @@ async def worker(server: NatsServer) -> AsyncIterator[Responder]:
         yield found
 
 
-def of(job: JobHandle, attempt: int = 1, **more: str) -> dict[str, str]:
+def of(job: Job, attempt: int = 1, **more: str) -> dict[str, str]:
     """Headers of a job's chunks."""
     return {"Infer-Submission": str(job.submission), "Infer-Attempt": str(attempt), **more}
 
 
-async def finish(worker: Responder, job: JobHandle, *texts: str, attempt: int = 1) -> None:
+async def finish(worker: Responder, job: Job, *texts: str, attempt: int = 1) -> None:
     """Everything that a worker sends for a job, in its order."""
     chunks, subject = chunks_of(*texts, attempt=attempt), f"infer.stream.me.{job.id}"
     await worker.send(subject, *chunks, headers=of(job, attempt))
@@ -92,7 +92,7 @@ def lossy(client: Client, monkeypatch: pytest.MonkeyPatch, lose: Callable[[Messa
 
 async def test_a_job_is_stored_with_its_identity(client: Client) -> None:
     job = await client.submit("chat", "m", BODY, job_id="j", job_class="interactive", deadline=60)
-    assert job == JobHandle(id="j", owner="me", submission=1, model="m", duplicate=False)
+    assert job == Job(id="j", owner="me", submission=1, model="m", duplicate=False)
     stored = await JetStream(client.bus).last(layout.JOBS, "infer.jobs.m.interactive.me.chat")
     assert stored is not None
     assert json.loads(stored.data) == BODY | {"stream_options": {"include_usage": True}}
@@ -290,16 +290,19 @@ async def test_an_earlier_submission_of_the_same_id_is_not_heard(
     assert (await waiting).answer == chat_answer("new")
 
 
-async def test_a_stream_that_another_thread_drops_unsubscribes(client: Client, server: NatsServer) -> None:
+async def test_a_reader_that_is_cancelled_while_it_subscribes_leaves_no_subscription(
+    client: Client, server: NatsServer
+) -> None:
     job = await client.submit("chat", "m", BODY)
-    streams = [client.stream(job)]
-    reading = asyncio.create_task(streams[0].answer())
-    await subscribed(server, f"infer.stream.me.{job.id}")
-    reading.cancel()
-    await asyncio.wait([reading])
-    del reading
-    await asyncio.to_thread(streams.clear)
+    for steps in range(1, 30):
+        readings = [asyncio.create_task(client.stream(job).answer()), asyncio.create_task(client.result(job))]
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        for reading in readings:
+            reading.cancel()
+        await asyncio.wait(readings)
     await subscribed(server, f"infer.stream.me.{job.id}", 0)
+    await subscribed(server, f"infer.results.me.{job.id}", 0)
 
 
 async def test_leaving_a_stream_early_leaves_the_job_alone(

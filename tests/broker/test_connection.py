@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from inferbus.schemas.errors import BusUnavailable, InvalidSubject, PayloadTooLarge
 from inferbus.workers.bus.connection import natspy
@@ -530,3 +531,20 @@ async def test_with_a_nats_py_that_cannot_write_batches_everything_still_works(
     await bus.flush()
     await eventually(lambda: len(got) == 1000)
     assert [int(message.data) for message in got] == list(range(1000))
+
+
+def test_closing_what_has_lost_its_server_with_messages_unsent_is_no_error(tmp_path: Path) -> None:
+    """On uvloop, as in a worker: a write to a transport that is closed raises there."""
+
+    async def lose_and_close() -> None:
+        async with NatsServer(tmp_path, sync_interval=None) as server:
+            client = natspy.GuardedClient()
+            await client.connect(server.url, reconnect_time_wait=0.1)
+            await server.kill()
+            await eventually(lambda: client.is_reconnecting)
+            await client.publish("a", b"unsent")
+            await client.close()
+            assert client.is_closed
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(lose_and_close())

@@ -633,13 +633,13 @@ async def test_commands_tell_how_it_went(streams: Bus, run: Run) -> None:
     )
     code, out, _ = await run("jobs", "show", "acme", "l")
     assert code == 0
-    assert [line.partition(":")[0] for line in out.splitlines()] == ["queued", "cancelled"]
+    assert [line.partition(":")[0] for line in out.splitlines()] == ["cancelled"]
     assert (await run("jobs", "show", "acme", "never"))[0] == 1
     for number in range(3):
         await submit(streams, f"n{number}")
     code, out, err = await run("jobs", "ls", "--limit", "2")
-    assert (code, err) == (0, "2 more; --limit lists more\n")
-    assert (await run("pause", "m"))[0] == 3
+    assert (code, err) == (0, "1 more; --limit lists more\n")
+    assert (await run("pause", "m"))[0] == 1
 
 
 async def test_streams_are_shown_and_adopted(bus: Bus, run: Run) -> None:
@@ -659,7 +659,20 @@ async def test_streams_are_shown_and_adopted(bus: Bus, run: Run) -> None:
     assert {each["stream"]: each["max_bytes"] for each in json.loads(out)}[layout.DEAD] == 512 * MIB
 
 
-async def test_jobs_that_no_consumer_gives_out_are_counted(streams: Bus, operator: Operator) -> None:
+async def test_streams_are_shown_with_their_consumers_and_with_jobs_of_models_that_have_none(
+    streams: Bus, run: Run
+) -> None:
+    await job_consumers(streams, "m", ["batch"], ack_wait=30)
+    await submit(streams, "j1")
+    await submit(streams, "other", "infer.jobs.n.batch.acme.tokens")
+    code, out, _ = await run("streams")
+    assert code == 0
+    assert "1 jobs that no consumer delivers" in out
+    [consumer] = [line for line in out.splitlines() if line.startswith(layout.durable("m", "batch"))]
+    assert consumer.split()[1:] == [layout.JOBS, "1", "0", "0", "0", "open", "ok"]
+
+
+async def test_jobs_that_no_consumer_delivers_are_counted(streams: Bus, operator: Operator) -> None:
     async def unclaimed() -> int:
         found = {each.stream: each for each in await operator.streams(Settings())}
         return found[layout.JOBS].unclaimed

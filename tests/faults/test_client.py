@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from inferbus.schemas.answers import TokenAnswer, TokenChunk
+from inferbus.schemas.errors import Cancelled
 from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.client import Client, JobStream, Restarted, WorkerLost, live, text
 from inferbus.workers.stack.server import NatsServer
@@ -157,3 +158,14 @@ async def test_a_server_that_dies_for_a_moment_costs_nothing(
         await reading
     assert seen == EXPECTED
     assert not any(isinstance(event, Restarted) for event in events)
+
+
+async def test_a_cancel_that_travels_with_its_request_stops_it(client: Client, workers: Fleet) -> None:
+    worker = await workers.start("both", "[[rules]]\nlength = 30000\ndelay = 0.01\n")
+    for _ in range(40):
+        stream = client.tokens("scripted", [1, 2])
+        await stream.cancel()
+        with pytest.raises(Cancelled):
+            await stream.answer()
+    await workers.idle()
+    assert len(workers.events(worker, "request.finished")) == 40

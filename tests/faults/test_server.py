@@ -12,7 +12,7 @@ import pytest
 
 from inferbus.schemas.answers import TokenAnswer
 from inferbus.schemas.errors import InferbusError
-from inferbus.workers.client import Client, JobHandle
+from inferbus.workers.client import Client, Job
 from inferbus.workers.stack.processes import spawn
 from inferbus.workers.stack.server import NatsServer
 from tests.support.eventually import eventually
@@ -94,7 +94,7 @@ async def _tokens(stream: Any) -> list[int]:
     return [token async for event in stream for token in event.token_ids]
 
 
-async def _until_accepted(client: Client, request: dict[str, Any]) -> JobHandle:
+async def _until_accepted(client: Client, request: dict[str, Any]) -> Job:
     """As a submitter does that must not lose a job: the same id again, until the server has it."""
     while True:
         try:

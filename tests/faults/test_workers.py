@@ -496,12 +496,12 @@ async def test_a_caller_with_another_inbox_prefix_gets_answers_from_the_services
 _EMBEDDED = """
 import os, signal, sys
 from pathlib import Path
-from inferbus.workers.config import Settings, resolve
+from inferbus.workers.config import resolve
 from inferbus.workers.roles import run
 def own(number, frame): pass
 for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, own)
-code = run("both", resolve(Settings, {}, os.environ), scripted=Path(sys.argv[1]))
+code = run("both", resolve({}, os.environ), scripted=Path(sys.argv[1]))
 assert code == 0
 assert signal.getsignal(signal.SIGTERM) is signal.getsignal(signal.SIGINT) is own
 sys.exit(7)

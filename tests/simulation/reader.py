@@ -9,7 +9,7 @@ from inferbus.schemas.answers import TokenAnswer, TokenChunk
 from inferbus.workers.bus.interface import Stored
 from inferbus.workers.bus.jetstream.layout import RESULTS, STREAM
 from inferbus.workers.client.assembler import Assembler, Event, Restarted
-from inferbus.workers.client.jobs import JobHandle
+from inferbus.workers.client.jobs import Job
 from inferbus.workers.client.messages import parse_message, parse_result, submission_of
 from tests.simulation.jobs import Submission
 from tests.support.simulated import SUBJECTS, Server
@@ -20,7 +20,7 @@ class Reader:
 
     def __init__(self, server: Server, job: Submission) -> None:
         self._server = server
-        self._client = JobHandle(id=job.key.job, owner=job.key.owner, submission=job.sequence)
+        self._client = Job(id=job.key.job, owner=job.key.owner, submission=job.sequence)
         self._subject = job.reply
         self.assembler = Assembler()
         self.seen: dict[int, list[Any]] = {}

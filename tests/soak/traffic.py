@@ -11,7 +11,7 @@ from typing import Any, Final
 from inferbus.schemas import codec
 from inferbus.schemas.errors import BusUnavailable, InferbusError
 from inferbus.workers.bus.jetstream import browse, layout
-from inferbus.workers.client import Client, JobHandle
+from inferbus.workers.client import Client, Job
 from tests.soak.jobs import BROKEN, MODEL, OWNERS, POISON, Order, Orders
 from tests.soak.ledger import Ledger, Reading, Submission
 
@@ -134,7 +134,7 @@ class Traffic:
             await asyncio.sleep(order.again)
             await self._hand_in_again(order)
 
-    async def _hand_in(self, order: Order) -> JobHandle:
+    async def _hand_in(self, order: Order) -> Job:
         """Until it is accepted; its id keeps it from being stored twice."""
         while True:
             try:
@@ -160,7 +160,7 @@ class Traffic:
         else:
             self._ledger.accept(order, _sequence(job), tried)
 
-    async def _submit(self, order: Order, *, again: bool = False) -> JobHandle:
+    async def _submit(self, order: Order, *, again: bool = False) -> Job:
         return await self._clients[order.owner].submit(
             order.kind,
             MODEL,
@@ -172,7 +172,7 @@ class Traffic:
             again=again,
         )
 
-    async def _cancel(self, order: Order, job: JobHandle) -> None:
+    async def _cancel(self, order: Order, job: Job) -> None:
         while True:
             try:
                 return await self._clients[order.owner].cancel(job)
@@ -182,7 +182,7 @@ class Traffic:
     async def _read(self, submission: Submission, *, late: bool) -> None:
         """Reads a job's stream to its end; a reader that cannot even begin tries again."""
         order = submission.order
-        job = JobHandle(id=order.id, owner=order.owner, submission=submission.sequence)
+        job = Job(id=order.id, owner=order.owner, submission=submission.sequence)
         reading = Reading(submission=submission, late=late)
         self._ledger.readings.append(reading)
         while reading.status is None:
@@ -212,6 +212,6 @@ async def clients(url: str) -> AsyncIterator[dict[str, Client]]:
         yield found
 
 
-def _sequence(job: JobHandle) -> int:
+def _sequence(job: Job) -> int:
     assert job.submission is not None, "a job that was handed in has a number"
     return job.submission

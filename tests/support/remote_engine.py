@@ -26,8 +26,9 @@ from inferbus.schemas.requests import AnyRequest
 from inferbus.workers.engine.interface import Delta, EngineInfo, EngineLoad, Leg
 from tests.support.engine_host import Channel
 
-# What a two-core machine needs for several engines at once, measured: one compute thread each.
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+# What a two-core machine needs for several engines at once, measured: one compute thread each. Nothing counts
+# towards coverage there, so nothing is traced.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "COVERAGE_PROCESS_CONFIG": ""}
 
 LAST = ("nice", "-n", "19")
 """It computes when nobody else does: engines start while other tests run."""

@@ -16,7 +16,11 @@ from inferbus.workers.config import Option, options
 from inferbus.workers.engine.scripted import ScriptedEngine
 from inferbus.workers.observe.metrics import Metrics
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+CELL = 200
+"""Characters after which a table cell is a paragraph."""
 
 
 @pytest.mark.parametrize("option", options(), ids=lambda option: option.flag)
@@ -74,3 +78,32 @@ def test_every_error_code_is_in_the_contract() -> None:
         and not any(child.__module__ == "inferbus.schemas.errors" for child in kind.__subclasses__())
     }
     assert {code for code in leaves if f"`{code}`" not in text} == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_table_cell_is_a_paragraph(page: Path) -> None:
+    rows = [line for line in page.read_text().splitlines() if line.startswith("|")]
+    cells = [cell.strip() for row in rows for cell in re.split(r"(?<!\\)\|", row)]
+    assert [cell for cell in cells if len(cell) > CELL] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_between_pages_leads_to_a_file_and_a_heading(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):
+        name, _, anchor = target.partition("#")
+        path = page.parent / name if name else page
+        assert path.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+            assert anchor in {heading.lower().replace(" ", "-") for heading in headings}, target
+
+
+def test_every_test_that_the_documentation_names_is_there() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (DOCS / "delivery.md").read_text()))
+    there = {
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE)
+    }
+    assert named
+    assert named <= there, named - there

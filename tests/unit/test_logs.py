@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import asyncio, structlog
 from structlog.contextvars import bind_contextvars
@@ -36,3 +38,29 @@ def test_events_of_a_task_have_the_job_that_it_bound_and_every_event_has_the_wor
         ("leg.aborted", "b", "w1"),
         ("worker.ready", None, "w1"),
     ]
+
+
+FAILING = """
+import structlog
+from inferbus.workers.observe import logs
+
+def attempt():
+    prompt = "topsecret"
+    raise ValueError("no luck")
+
+logs.configure(format={format!r})
+try:
+    attempt()
+except ValueError:
+    structlog.get_logger().exception("job.defect")
+"""
+
+
+@pytest.mark.parametrize("format", ["json", "text"])
+def test_a_traceback_shows_no_local_variables(format: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", FAILING.format(format=format)], capture_output=True, text=True, check=True
+    )
+    assert "no luck" in run.stderr
+    assert "attempt" in run.stderr
+    assert "topsecret" not in run.stderr

@@ -218,7 +218,8 @@ async def test_metrics_are_served_while_asked_for_and_not_after() -> None:
 
 async def test_without_a_port_nothing_is_counted_or_imported() -> None:
     code = (
-        "import asyncio, sys; from workers.config import WorkerSettings; from workers.observe import metrics;"
+        "import asyncio, sys;"
+        "from inferbus.workers.config import WorkerSettings; from inferbus.workers.observe import metrics;"
         "settings = WorkerSettings(); metrics.check(settings);"
         "found = asyncio.run(metrics.serving(settings, None, role='both').__aenter__());"
         "sys.exit(found is not None or 'prometheus_client' in sys.modules)"

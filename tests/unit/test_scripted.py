@@ -11,6 +11,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +26,7 @@ from inferbus.schemas.errors import (
 )
 from inferbus.schemas.fleet import Bootstrap, Role
 from inferbus.schemas.requests import parse
-from inferbus.workers.engine.interface import Delta, Leg, Rendezvous
+from inferbus.workers.engine.interface import Delta, EngineLoad, Leg, Rendezvous
 from inferbus.workers.engine.scripted import ByteTokenizer, Fault, Rule, Script, ScriptedEngine, load
 from tests.support.engine_suite import (
     BODIES,
@@ -267,6 +268,70 @@ async def test_a_cancelled_task_leaves_nothing_running() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert engine.running == 0
+
+
+def sized(prompt: int, answer: int, *, role: Role = "both", priority: int | None = None) -> Leg:
+    options = {} if priority is None else {"priority": priority}
+    return msgspec.structs.replace(
+        leg(role, **options), token_ids=[7] * prompt, sampling={"max_new_tokens": answer}
+    )
+
+
+async def test_prompts_are_computed_one_after_the_other_the_most_urgent_first() -> None:
+    engine = scripted(prefill_tokens_per_second=10_000)
+    done: list[int | None] = []
+
+    async def first_token(call: Leg) -> None:
+        await consumed(engine.generate(call), 1)
+        done.append(call.options.get("priority"))
+
+    async with asyncio.TaskGroup() as group:
+        for call in (sized(300, 9), sized(9, 9, priority=0), sized(9, 9, priority=5)):
+            group.create_task(first_token(call))
+    assert done == [None, 5, 0]
+
+
+async def test_a_leg_waits_until_the_kv_cache_holds_its_prompt_and_its_answer() -> None:
+    engine = scripted(Rule(delay=3600), kv_tokens=100, prefill_tokens_per_second=1e9)
+    first, second = sized(10, 50), sized(10, 50)
+    tasks = [asyncio.create_task(played(engine, call)) for call in (first, second)]
+
+    async def has(load: EngineLoad) -> bool:
+        return await engine.load() == load
+
+    await eventually(lambda: has(EngineLoad(running=1, waiting=1, kv_used=11)))
+    engine.abort(first.rid)
+    await eventually(lambda: has(EngineLoad(running=1, kv_used=11)))
+    engine.abort(second.rid)
+    await asyncio.wait(tasks)
+    assert await engine.load() == EngineLoad()
+
+
+async def test_a_leg_larger_than_the_kv_cache_starts_alone() -> None:
+    engine = scripted(kv_tokens=10, prefill_tokens_per_second=1e9)
+    answers = await asyncio.gather(*(played(engine, sized(20, 5)) for _ in range(3)))
+    assert [len(answer) for answer in answers] == [5, 5, 5]
+
+
+async def test_an_abort_reaches_a_leg_that_waits_for_its_turn() -> None:
+    engine = scripted(prefill_tokens_per_second=0.001)
+    calls = [sized(9, 9) for _ in range(3)]
+    tasks = [asyncio.create_task(played(engine, call)) for call in calls]
+    await eventually(lambda: engine.running == 3)
+    for call, task in zip(calls[::-1], tasks[::-1], strict=True):
+        engine.abort(call.rid)
+        with pytest.raises(Cancelled):
+            await task
+    assert await engine.load() == EngineLoad()
+
+
+async def test_a_decode_engine_finds_prompts_computed_and_a_prefill_engine_keeps_no_room_for_answers() -> (
+    None
+):
+    decode = ScriptedEngine(Script(prefill_tokens_per_second=0.001), role="decode")
+    assert await played(decode, sized(9, 9, role="decode"))
+    prefill = ScriptedEngine(Script(kv_tokens=10, prefill_tokens_per_second=1e9), role="prefill")
+    assert await played(prefill, sized(9, 9, role="prefill"))
 
 
 async def test_other_tasks_have_their_turn_while_it_talks_without_a_pause() -> None:

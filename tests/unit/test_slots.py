@@ -123,3 +123,25 @@ async def test_scopes_are_found_by_job_until_they_are_forgotten() -> None:
     forget_two()
     assert len(scopes) == 0
     assert scopes.find(KEY) == []
+
+
+async def test_a_live_request_whose_cancel_is_handled_first_does_not_begin() -> None:
+    scopes, scope = Scopes(), Scope(KEY, submission=None)
+    scopes.end_early(KEY, Cancelled("early"))
+    scopes.add(scope)
+    with pytest.raises(Cancelled, match="early"):
+        await scope.run(forever())
+
+
+async def test_an_early_cancel_hits_one_live_request_and_no_job() -> None:
+    scopes = Scopes()
+    scopes.end_early(KEY, Cancelled("early"))
+    scopes.add(job := Scope(KEY, submission=7))
+    scopes.add(Scope(KEY, submission=None))
+    scopes.add(second := Scope(KEY, submission=None))
+
+    async def answer() -> str:
+        return "answer"
+
+    assert await job.run(answer()) == "answer"
+    assert await second.run(answer()) == "answer"

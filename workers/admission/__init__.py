@@ -7,7 +7,7 @@ knows NATS, SGLang, or what a job is.
 
 from __future__ import annotations
 
-from inferbus.workers.admission.admission import Admission, Budget
+from inferbus.workers.admission.admission import Admission, Budget, HeldPermit
 from inferbus.workers.admission.classes import (
     BATCH,
     INTERACTIVE,
@@ -24,6 +24,7 @@ __all__ = [
     "LIVE",
     "Admission",
     "Budget",
+    "HeldPermit",
     "Permit",
     "ServiceClass",
     "class_of",

@@ -187,7 +187,7 @@ class Admission:
         self._look_again: asyncio.TimerHandle | None = None
         self._live_since_job = 0
         self._turn_until: float | None = None
-        self._update()
+        self._set_room()
 
     @property
     def busy(self) -> int:
@@ -306,12 +306,15 @@ class Admission:
             queue = self._queues[name]
             while queue and self._fits(queue[0]):
                 self._admit(queue.popleft())
+        self._set_room()
+        for listener in self._listeners:
+            listener()
+
+    def _set_room(self) -> None:
         room = self._has_room()
         gained, lost = (self.room, self.no_room) if room else (self.no_room, self.room)
         gained.set()
         lost.clear()
-        for listener in self._listeners:
-            listener()
 
     def _fits(self, permit: HeldPermit) -> bool:
         live = permit.service_class == LIVE

@@ -11,7 +11,7 @@ from inferbus.workers.cli.ask import owner_option, show
 from inferbus.workers.cli.options import Command, settings_options
 from inferbus.workers.cli.running import warn, with_client
 from inferbus.workers.cli.text import print_json, read_body
-from inferbus.workers.client import Client, JobHandle, Result
+from inferbus.workers.client import Client, Job, Result
 from inferbus.workers.client.deltas import to_chunks
 from inferbus.workers.client.models import never_served, unserved
 from inferbus.workers.client.stream import text
@@ -148,13 +148,13 @@ def cancel(job: str, submission: int | None, **options: Any) -> int:
 
     async def work(client: Client) -> int:
         named = client.job(job)
-        await client.cancel(JobHandle(id=named.id, owner=named.owner, submission=submission))
+        await client.cancel(Job(id=named.id, owner=named.owner, submission=submission))
         return 0
 
     return with_client(options, work)
 
 
-async def _find(client: Client, job: str, submission: int | None) -> JobHandle:
+async def _find(client: Client, job: str, submission: int | None) -> Job:
     """The submission to wait for; says if no worker serves its model."""
     found = await client.find(job, submission=submission)
     if found.model is not None and found.model not in (served := await client.models()):
@@ -162,7 +162,7 @@ async def _find(client: Client, job: str, submission: int | None) -> JobHandle:
     return found
 
 
-def _line(job: JobHandle) -> str:
+def _line(job: Job) -> str:
     return f"{job.id} {job.submission}{' (submitted before)' if job.duplicate else ''}"
 
 

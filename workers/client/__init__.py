@@ -9,7 +9,7 @@ from inferbus.workers.client.assembler import FinalStatus, Restarted
 from inferbus.workers.client.client import Client
 from inferbus.workers.client.durable import JobStream
 from inferbus.workers.client.errors import AnswerLost, JobNotFound, TimedOut, WorkerLost
-from inferbus.workers.client.jobs import JobHandle
+from inferbus.workers.client.jobs import Job
 from inferbus.workers.client.live import LiveStream
 from inferbus.workers.client.messages import Answer, Chunk, Result
 from inferbus.workers.client.stats import Stats
@@ -22,7 +22,7 @@ __all__ = [
     "Chunk",
     "Client",
     "FinalStatus",
-    "JobHandle",
+    "Job",
     "JobNotFound",
     "JobStream",
     "LiveStream",

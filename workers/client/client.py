@@ -33,7 +33,7 @@ from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.client.bulk import answers
 from inferbus.workers.client.durable import JobStream
-from inferbus.workers.client.jobs import JobHandle, find_job, publish_cancel, publish_job
+from inferbus.workers.client.jobs import Job, find_job, publish_cancel, publish_job
 from inferbus.workers.client.live import LiveStream
 from inferbus.workers.client.messages import Answer, Result
 from inferbus.workers.client.models import serving
@@ -110,7 +110,7 @@ class Client:
             owner: Owner of the jobs; NATS permissions may allow only some.
             content_type: `application/json` or `application/msgpack`.
             timeout: Seconds of silence after which a live request is given up; None: never.
-            name: DeliveredPrefix in the server's list of connections.
+            name: Shown in the server's list of connections.
 
         Raises:
             BusUnavailable: Nothing answers, or it refuses; when awaited.
@@ -232,7 +232,7 @@ class Client:
         stream: bool = True,
         again: bool = False,
         traceparent: str | None = None,
-    ) -> JobHandle:
+    ) -> Job:
         """Submits a durable job: stored when this returns, and finished exactly once from then on.
 
         Args:
@@ -261,11 +261,9 @@ class Client:
         fields = request_body(kind, body, streamed=None if stream else False)
         data = encode_body(fields, self.content_type)
         ack = await publish_job(self.bus, subject, data, message_headers)
-        return JobHandle(
-            id=job, owner=self.owner, submission=ack.sequence, model=model, duplicate=ack.duplicate
-        )
+        return Job(id=job, owner=self.owner, submission=ack.sequence, model=model, duplicate=ack.duplicate)
 
-    def stream(self, job: JobHandle | str, *, timeout: float | None = None) -> JobStream:
+    def stream(self, job: Job | str, *, timeout: float | None = None) -> JobStream:
         """The answer to a job, from its beginning.
 
         Args:
@@ -276,7 +274,7 @@ class Client:
         self._streams.add(answer)
         return answer
 
-    async def result(self, job: JobHandle | str, timeout: float | None = None) -> Result:
+    async def result(self, job: Job | str, timeout: float | None = None) -> Result:
         """Waits for a job's result.
 
         Args:
@@ -288,13 +286,13 @@ class Client:
             TimedOut: It was not there in time.
             InferbusError: The result is an error; the class says which.
         """
-        handle = job if isinstance(job, JobHandle) else await self.find(job)
+        handle = job if isinstance(job, Job) else await self.find(job)
         result = await self._results.wait(handle, timeout)
         if result.error is not None:
             raise result.error
         return result
 
-    async def cancel(self, job: JobHandle | str) -> None:
+    async def cancel(self, job: Job | str) -> None:
         """Stops a job wherever it is, also while queued: this submission, or with an id all up to now.
 
         Raises:
@@ -302,7 +300,7 @@ class Client:
         """
         await publish_cancel(self.bus, self.job(job))
 
-    async def find(self, job_id: str, *, submission: int | None = None) -> JobHandle:
+    async def find(self, job_id: str, *, submission: int | None = None) -> Job:
         """The newest submission of an id, or a certain one, whether it is queued, runs or has ended.
 
         Reads the owner's queued jobs, as far as they are newer than a stored result.
@@ -313,9 +311,9 @@ class Client:
         """
         return await find_job(self.bus, self.owner, checked_id(job_id), submission)
 
-    def job(self, job: JobHandle | str) -> JobHandle:
+    def job(self, job: Job | str) -> Job:
         """The handle of a job that is known by its id."""
-        return job if isinstance(job, JobHandle) else JobHandle(id=checked_id(job), owner=self.owner)
+        return job if isinstance(job, Job) else Job(id=checked_id(job), owner=self.owner)
 
     async def workers(self) -> list[WorkerInfo]:
         """The announced workers, by model, role and id.

@@ -24,7 +24,7 @@ from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.client.assembler import Event, Restarted
 from inferbus.workers.client.errors import TimedOut
-from inferbus.workers.client.jobs import JobHandle, find_job, publish_cancel
+from inferbus.workers.client.jobs import Job, find_job, publish_cancel
 from inferbus.workers.client.messages import Chunk, parse_message, submission_of
 from inferbus.workers.client.results import FIRST_PAUSE, LAST_PAUSE, Results
 from inferbus.workers.client.stream import AnswerStream
@@ -48,7 +48,7 @@ class JobStream(AnswerStream[Chunk | Restarted]):
     def __init__(
         self,
         bus: Bus,
-        job: JobHandle,
+        job: Job,
         *,
         timeout: float | None,
         spawn: Spawn,

@@ -26,7 +26,7 @@ from inferbus.workers.client.messages import submission_of
 from inferbus.workers.client.records import job_id
 
 
-class JobHandle(msgspec.Struct, frozen=True, kw_only=True):
+class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Names a submitted job.
 
     Attributes:
@@ -72,7 +72,7 @@ async def publish_job(bus: Bus, subject: str, data: bytes, message_headers: Mapp
         raise BusUnavailable(f"the job was not accepted: {error.description}") from None
 
 
-async def find_job(bus: Bus, owner: str, job: str, submission: int | None = None) -> JobHandle:
+async def find_job(bus: Bus, owner: str, job: str, submission: int | None = None) -> Job:
     """The newest submission of an id, or a certain one: queued, running or ended.
 
     Reads the owner's queued jobs, as far as they are newer than the stored result. Without permission for
@@ -82,7 +82,7 @@ async def find_job(bus: Bus, owner: str, job: str, submission: int | None = None
         JobNotFound: Nothing is stored of it.
         BusUnavailable: The server did not answer.
     """
-    handle = JobHandle(id=job, owner=owner, submission=submission)
+    handle = Job(id=job, owner=owner, submission=submission)
     ended = await _ended(bus, handle)
     since = submission or (ended or 0) + 1
     try:
@@ -99,7 +99,7 @@ async def find_job(bus: Bus, owner: str, job: str, submission: int | None = None
     return handle if submission else msgspec.structs.replace(handle, submission=ended)
 
 
-async def _ended(bus: Bus, handle: JobHandle) -> int | None:
+async def _ended(bus: Bus, handle: Job) -> int | None:
     """The submission of the newest stored result or chunk, if it belongs to this job."""
     subjects = bus.subjects
     for stream_name, subject in (
@@ -117,8 +117,8 @@ async def _ended(bus: Bus, handle: JobHandle) -> int | None:
     return None
 
 
-async def _newest_queued(bus: Bus, handle: JobHandle, since: int) -> JobHandle | None:
-    newest: JobHandle | None = None
+async def _newest_queued(bus: Bus, handle: Job, since: int) -> Job | None:
+    newest: Job | None = None
     subject = f"{bus.subjects.all('jobs').removesuffix('>')}*.*.{escape(handle.owner)}.*"
     try:
         async for page, _ in browse.pages(bus, layout.JOBS, subject, first=since):
@@ -132,7 +132,7 @@ async def _newest_queued(bus: Bus, handle: JobHandle, since: int) -> JobHandle |
     return newest
 
 
-async def publish_cancel(bus: Bus, job: JobHandle) -> None:
+async def publish_cancel(bus: Bus, job: Job) -> None:
     """Asks for a job to be stopped wherever it is, also while it is queued.
 
     Raises:

@@ -24,7 +24,7 @@ from inferbus.workers.bus.errors import NOT_FOUND, ApiError
 from inferbus.workers.bus.interface import Stored
 from inferbus.workers.bus.jetstream import browse, layout
 from inferbus.workers.bus.jetstream.client import JetStream
-from inferbus.workers.client.jobs import JobHandle, publish_cancel, publish_job
+from inferbus.workers.client.jobs import Job, publish_cancel, publish_job
 from inferbus.workers.client.messages import parse_result, submission_of
 from inferbus.workers.client.models import never_served
 from inferbus.workers.client.records import (
@@ -67,7 +67,7 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     letter: int
-    job: JobHandle
+    job: Job
     before: bool
 
 
@@ -138,7 +138,7 @@ class Operator:
                 f"{error.message}"
             ) from error
         name = message_headers.get(headers.JOB_ID) or message_headers[headers.MSG_ID]
-        job = JobHandle(id=name, owner=address.owner, submission=ack.sequence)
+        job = Job(id=name, owner=address.owner, submission=ack.sequence)
         return Replayed(letter=sequence, job=job, before=ack.duplicate)
 
     async def discard(self, sequence: int) -> bool:
@@ -247,7 +247,7 @@ class Operator:
         Returns:
             The jobs that were removed.
         """
-        await publish_cancel(self._bus, JobHandle(id=name, owner=owner))
+        await publish_cancel(self._bus, Job(id=name, owner=owner))
         try:
             queued, _ = await self.jobs(owner=owner)
         except BusUnavailable:

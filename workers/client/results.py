@@ -14,7 +14,7 @@ from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.client.errors import TimedOut
-from inferbus.workers.client.jobs import JobHandle
+from inferbus.workers.client.jobs import Job
 from inferbus.workers.client.messages import Result, parse_result
 
 FIRST_PAUSE: Final = 1.0
@@ -29,7 +29,7 @@ class Results:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
 
-    async def find(self, job: JobHandle) -> Result | None:
+    async def find(self, job: Job) -> Result | None:
         """The result of this submission, or None: it is not stored yet.
 
         Raises:
@@ -40,7 +40,7 @@ class Results:
             return None
         return parse_result(stored.data, stored.headers)
 
-    async def wait(self, job: JobHandle, timeout: float | None) -> Result:
+    async def wait(self, job: Job, timeout: float | None) -> Result:
         """Waits for a job's result.
 
         Raises:
@@ -57,7 +57,7 @@ class Results:
         finally:
             await subscription.unsubscribe()
 
-    async def _read_until_there(self, job: JobHandle, arrived: asyncio.Event) -> Result:
+    async def _read_until_there(self, job: Job, arrived: asyncio.Event) -> Result:
         pause = FIRST_PAUSE
         while True:
             arrived.clear()
@@ -74,5 +74,5 @@ class Results:
             except TimeoutError:
                 pause = min(pause * 2, LAST_PAUSE)
 
-    def _subject(self, job: JobHandle) -> str:
+    def _subject(self, job: Job) -> str:
         return self._bus.subjects.result(job.owner, job.id)

@@ -16,7 +16,7 @@ import structlog
 
 from inferbus.schemas import headers
 from inferbus.schemas.errors import BusUnavailable, Cancelled, InvalidSubject
-from inferbus.schemas.subjects import Subjects
+from inferbus.schemas.subjects import LIVE_OWNER, Subjects
 from inferbus.workers.bus.interface import Broker, Stored
 from inferbus.workers.bus.jetstream.layout import CANCEL
 from inferbus.workers.jobs.scope import Scope, Scopes
@@ -44,7 +44,8 @@ class Cancels:
     def arrived(self, subject: str, fields: Mapping[str, str]) -> None:
         """Ends the attempts here that a cancel message aims at.
 
-        Messages are not reordered, so whatever runs here now was submitted before the cancel.
+        Whatever runs here now was submitted before the cancel. A live request may be handled after a cancel
+        that was sent behind it, so the cancel is kept for a while where it finds none.
 
         Args:
             subject: Of the message.
@@ -56,9 +57,12 @@ class Cancels:
             log.warning("cancel.ignored", reason="not a cancel subject")
             return
         named = fields.get(headers.SUBMISSION)
-        for scope in self._scopes.find(key):
+        scopes = self._scopes.find(key)
+        for scope in scopes:
             if named is None or scope.submission is None or named == str(scope.submission):
                 end(scope)
+        if not scopes and key.owner == LIVE_OWNER:
+            self._scopes.end_early(key, _cancelled())
 
     async def aimed_at(self, scope: Scope) -> bool:
         """Whether a stored cancel aims at an attempt at a durable job.
@@ -89,9 +93,13 @@ class Cancels:
                     await asyncio.sleep(PAUSE)
 
 
+def _cancelled() -> Cancelled:
+    return Cancelled("cancelled by its owner")
+
+
 def end(scope: Scope) -> None:
     """Ends an attempt because its owner wants it."""
-    scope.end(Cancelled("cancelled by its owner"))
+    scope.end(_cancelled())
 
 
 def hits(mark: Stored, *, submission: int | None, stored: dt.datetime | None) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import math
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Final, TypeVar
 
@@ -14,6 +16,13 @@ T = TypeVar("T")
 
 TICKS: Final = 0.002
 """Seconds by which uvloop's timers may be early: they count whole milliseconds, as their clock does."""
+
+
+EARLY_SECONDS: Final = 10.0
+"""For which a cancel waits for its live request."""
+
+EARLY_MOST: Final = 4096
+"""Cancels that wait so; every worker hears of all, and most have no request here."""
 
 
 class Scope:
@@ -87,6 +96,7 @@ class Scopes:
     def __init__(self) -> None:
         # In the order in which they began, and are ended.
         self._open: dict[JobKey, dict[Scope, None]] = {}
+        self._early: dict[JobKey, tuple[float, InferbusError]] = {}
         self._over: InferbusError | None = None
 
     def __len__(self) -> int:
@@ -100,11 +110,24 @@ class Scopes:
         self._open.setdefault(scope.key, {})[scope] = None
         if self._over is not None:
             scope.end(self._over)
+        elif scope.submission is None:
+            when, reason = self._early.pop(scope.key, (-math.inf, None))
+            if reason is not None and time.monotonic() - when <= EARLY_SECONDS:
+                scope.end(reason)
         return lambda: self._remove(scope)
 
     def find(self, key: JobKey) -> list[Scope]:
         """The open attempts at a job."""
         return list(self._open.get(key, ()))
+
+    def end_early(self, key: JobKey, reason: InferbusError) -> None:
+        """Ends a live request that has not arrived yet; it is expected within `EARLY_SECONDS`.
+
+        Request and cancel come by two subscriptions, so either may be handled first.
+        """
+        if len(self._early) >= EARLY_MOST:
+            self._early.pop(next(iter(self._early)))
+        self._early[key] = (time.monotonic(), reason)
 
     def end_all(self, reason: InferbusError) -> int:
         """Ends every attempt, also one that is only about to begin; returns how many there were."""

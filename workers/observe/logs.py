@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 import structlog
 
 Format = Literal["auto", "json", "text"]
+
+_TRACEBACKS: Final = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+"""Local variables hold prompts, answers and passwords; by default structlog shows them."""
 
 _settings: dict[str, Any] | None = None
 
@@ -32,7 +35,9 @@ def configure(*, level: str = "INFO", format: Format = "auto", cache: bool = Fal
     _settings = {"level": level, "format": format, "cache": cache, **bound}
     text = format == "text" or (format == "auto" and sys.stderr.isatty())
     rendering: list[structlog.typing.Processor] = (
-        [structlog.dev.ConsoleRenderer()] if text else [structlog.processors.dict_tracebacks, _render]
+        [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
+        if text
+        else [structlog.processors.ExceptionRenderer(_TRACEBACKS), _render]
     )
     structlog.configure(
         processors=[

@@ -147,12 +147,15 @@ class LiveIntake:
         elif (permit := self._admission.take(LIVE)) is None:
             self._runner.refuse(envelope, Overloaded("all slots of this worker are busy"))
         else:
-            self._tasks.start(self._serve(envelope, permit))
-
-    async def _serve(self, envelope: Envelope, permit: Permit) -> None:
-        scope = Scope(envelope.attempt.key, submission=None)
-        with permit:
+            # Not in the task: a cancel may be handled before its first step.
+            scope = Scope(envelope.attempt.key, submission=None)
             forget = self._runner.scopes.add(scope)
+            self._tasks.start(self._serve(envelope, permit, scope, forget))
+
+    async def _serve(
+        self, envelope: Envelope, permit: Permit, scope: Scope, forget: Callable[[], None]
+    ) -> None:
+        with permit:
             try:
                 outcome = await self._runner.run(envelope, scope, permit=permit)
                 outcome.answer()

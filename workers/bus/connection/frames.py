@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from inferbus.schemas.errors import InvalidSubject, PayloadTooLarge
+from inferbus.schemas.subjects import PUBLISHABLE
 
 MARGIN: Final = 64
 """Kept free of the server's `max_payload`."""
@@ -20,8 +21,6 @@ MARGIN: Final = 64
 SUBJECT_CHARS: Final = 1800
 """The server's control line has 4,096 bytes for a subject, a reply subject and the sizes."""
 
-_SUBJECT: Final = re.compile(r"[!-)+,\-/-=?-~]+(?:\.[!-)+,\-/-=?-~]+)*")
-"""Printable ASCII tokens without `*` and `>`: what can be published to."""
 _FILTER: Final = re.compile(r"(?:(?:[!-)+,\-/-=?-~]+|\*)\.)*(?:[!-)+,\-/-=?-~]+|\*|>)")
 _KEY: Final = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _BREAKS: Final = str.maketrans({"\r": " ", "\n": " ", "\0": " "})
@@ -44,7 +43,7 @@ def check_subject(subject: str) -> bytes:
     """
     if (known := _known.get(subject)) is not None:
         return known
-    if len(subject) > SUBJECT_CHARS or not _SUBJECT.fullmatch(subject):
+    if len(subject) > SUBJECT_CHARS or not PUBLISHABLE.fullmatch(subject):
         raise InvalidSubject("not a subject that can be published to")
     if len(_known) >= _CACHED:
         _known.clear()

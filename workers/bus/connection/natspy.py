@@ -7,6 +7,7 @@ dead read loop from an idle one, or to drop a socket whose peer is frozen.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -39,11 +40,36 @@ class GuardedClient(Client):  # type: ignore[misc]  # nats-py has no types
         except RuntimeError as error:
             raise StaleConnectionError from error
 
+    async def _close(self, status: int, do_cbs: bool = True) -> None:
+        # nats-py writes what is unsent even to a lost connection's closed transport: the same RuntimeError.
+        writer = _socket_writer(self)
+        if writer is not None and writer.is_closing():
+            self._pending: list[bytes] = []
+            self._pending_data_size = 0
+        await super()._close(status, do_cbs)
+
     async def _connect_to_server(self, s: Any) -> None:
         # An attempt that failed after its TCP connection was made would leave the socket to the garbage
         # collector; the server sent nothing, for example.
         abort_socket(self)
         await super()._connect_to_server(s)
+        _drop_writes_when_closed(getattr(self, "_transport", None))
+
+
+def _drop_writes_when_closed(transport: Any) -> None:
+    """Has a closed transport drop what is written to it, as asyncio's does.
+
+    uvloop's raises RuntimeError, in the middle of `close` for example, which then leaves the rest undone.
+    """
+    write = getattr(transport, "writelines", None)
+    if write is None:
+        return
+
+    def writelines(payload: Any) -> None:
+        with contextlib.suppress(RuntimeError):
+            write(payload)
+
+    transport.writelines = writelines
 
 
 def can_write_batches(client: Any) -> bool:
@@ -95,18 +121,17 @@ def abort_socket(client: Any) -> bool:
 
     nats-py closes a lost connection gracefully, and so waits for ever for a stopped peer that reads nothing.
     """
-    writer = getattr(getattr(client, "_transport", None), "_io_writer", None)
-    transport = getattr(writer, "transport", None)
-    if not isinstance(transport, asyncio.Transport):
+    writer = _socket_writer(client)
+    if writer is None:
         return False
-    transport.abort()
+    writer.transport.abort()
     return True
 
 
 def is_encrypted(client: Any) -> bool | None:
     """Whether the connection uses TLS; None where that is unknown."""
-    writer = getattr(getattr(client, "_transport", None), "_io_writer", None)
-    if not isinstance(writer, asyncio.StreamWriter):
+    writer = _socket_writer(client)
+    if writer is None:
         return None
     return isinstance(writer.get_extra_info("ssl_object"), ssl.SSLObject)
 
@@ -142,3 +167,9 @@ def forget_subscription(client: Any, sub: Any) -> None:
         stop()
     if callable(remove):
         remove(getattr(sub, "_id", -1))
+
+
+def _socket_writer(client: Any) -> asyncio.StreamWriter | None:
+    """Where the client writes; None over a WebSocket, before the first connection, or where unknown."""
+    writer = getattr(getattr(client, "_transport", None), "_io_writer", None)
+    return writer if isinstance(writer, asyncio.StreamWriter) else None

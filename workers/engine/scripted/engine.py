@@ -16,6 +16,7 @@ from inferbus.schemas.requests import AnyRequest
 from inferbus.schemas.subjects import Kind
 from inferbus.workers.engine.interface import Delta, EngineInfo, EngineLoad, Leg
 from inferbus.workers.engine.scripted.play import play, prefilled
+from inferbus.workers.engine.scripted.prefill_queue import Place, PrefillQueue
 from inferbus.workers.engine.scripted.prompt import ScriptedPrompt, prepare
 from inferbus.workers.engine.scripted.script import Fault, Rule, Script
 from inferbus.workers.engine.scripted.text import ByteTokenizer
@@ -26,6 +27,7 @@ class _Running:
 
     def __init__(self) -> None:
         self._ended = asyncio.Event()
+        self._turn = asyncio.Event()
         self.problem: InferbusError | None = None
 
     def end(self, problem: InferbusError) -> None:
@@ -33,6 +35,21 @@ class _Running:
         if self.problem is None:
             self.problem = problem
         self._ended.set()
+        self._turn.set()
+
+    def take_turn(self) -> None:
+        """Its prompt may be computed."""
+        self._turn.set()
+
+    async def turn(self) -> None:
+        """Waits for that.
+
+        Raises:
+            InferbusError: It was ended meanwhile.
+        """
+        await self._turn.wait()
+        if self.problem is not None:
+            raise self.problem
 
     async def pause(self, seconds: float | None = None) -> None:
         """Waits, for ever where no time is given.
@@ -81,6 +98,7 @@ class ScriptedEngine:
         self._now = now
         self._identity = identity
         self._running: dict[str, _Running] = {}
+        self._prompts = PrefillQueue(self._script.kv_tokens)
         self._struck: Counter[int] = Counter()
         self._closed = False
         self.sound = True
@@ -127,7 +145,9 @@ class ScriptedEngine:
         if self._role != "both" and leg.rendezvous is None:
             raise EngineFailed(f"a leg of the role {self._role} needs a rendezvous")
         self._running[leg.rid] = running = _Running()
+        place = self._place(leg, running)
         try:
+            await self._compute_prompt(leg, place, running)
             rule = self._script.rule(leg)
             fault = self._due(rule)
             if rule.first_delay:
@@ -142,6 +162,7 @@ class ScriptedEngine:
             for step, delta in enumerate(deltas, 1):
                 if running.problem is not None:
                     raise running.problem
+                place.generated += len(delta.token_ids)
                 yield delta
                 if delta.finish is not None:
                     return
@@ -155,6 +176,7 @@ class ScriptedEngine:
                     await asyncio.sleep(0)
         finally:
             del self._running[leg.rid]
+            self._prompts.leave(place)
 
     def abort(self, rid: str) -> None:
         """Ends a leg."""
@@ -163,7 +185,10 @@ class ScriptedEngine:
 
     async def load(self) -> EngineLoad:
         """How busy it is."""
-        return EngineLoad(running=len(self._running))
+        waiting = self._prompts.waiting
+        return EngineLoad(
+            running=len(self._running) - waiting, waiting=waiting, kv_used=self._prompts.kv_used
+        )
 
     async def healthy(self) -> bool:
         """Whether it works."""
@@ -174,6 +199,22 @@ class ScriptedEngine:
         self._closed = True
         for running in self._running.values():
             running.end(EngineFailed("the engine was closed"))
+
+    def _place(self, leg: Leg, running: _Running) -> Place:
+        left = self._info.capacity.context_length - len(leg.token_ids)
+        answer = 0 if self._role == "prefill" else min(leg.sampling.get("max_new_tokens") or left, left)
+        return Place(len(leg.token_ids), answer, running.take_turn)
+
+    async def _compute_prompt(self, leg: Leg, place: Place, running: _Running) -> None:
+        """Waits for the prompt's turn, and as long as it takes; a decode engine finds it computed."""
+        rate = self._script.prefill_tokens_per_second
+        if not rate:
+            return
+        self._prompts.enter(place, priority=leg.options.get("priority") or 0)
+        await running.turn()
+        if self._role != "decode":
+            await running.pause(place.prompt / rate)
+        self._prompts.computed(place)
 
     def _due(self, rule: Rule) -> Fault | None:
         """The rule's fault, if it is to happen once more."""
@@ -228,6 +269,7 @@ def _info(script: Script, role: Role, model: str) -> EngineInfo:
             max_running=script.max_running,
             max_prefill_tokens=script.max_prefill_tokens,
             vocabulary=script.vocabulary,
+            step_tokens=script.step_tokens,
         ),
         signature=None if role == "both" else signature,
         bootstrap=script.bootstrap if role == "prefill" else None,

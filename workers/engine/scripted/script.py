@@ -142,10 +142,14 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         words: Tokens that are not what `ByteTokenizer` makes of their id: text, or bytes.
         vocabulary: Token ids are below this.
         context_length: Prompt and answer together.
-        kv_tokens: Announced.
+        kv_tokens: Announced; what runs at a time is bounded by it where prompts take time.
+        prefill_tokens_per_second: Of prompts, which are then computed one after the other: the highest
+            `priority` first, each once the KV cache has room for it and all that it may generate.
+            0: at once.
         page_size: Announced, and part of the signature.
         max_running: Announced.
         max_prefill_tokens: Announced.
+        step_tokens: Announced.
         bootstrap: Announced by a prefill engine; nothing listens there.
         burst: Deltas without a delay that come in one go, before other tasks have their turn.
     """
@@ -156,9 +160,11 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     vocabulary: int = 32_768
     context_length: int = 32_768
     kv_tokens: int = 1_048_576
+    prefill_tokens_per_second: float = 0.0
     page_size: int = 16
     max_running: int = 256
     max_prefill_tokens: int = 16_384
+    step_tokens: int = 0
     bootstrap: Bootstrap = Bootstrap(host="127.0.0.1", port=8998)
     burst: int = 16
 
