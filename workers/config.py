@@ -430,11 +430,9 @@ def _read(file: Path | None, problems: list[str]) -> dict[str, Any]:
 
 
 def _convert(value: Any, option: Option) -> Any:
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise ValueError("must be UTF-8 text") from None
+    for text in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(text, str) and not _is_unicode(text):
+            raise ValueError("must be UTF-8 text")
     if option.type is Path:
         path = Path(msgspec.convert(str(value), str)).expanduser()
         if option.file and not path.is_file():
@@ -448,6 +446,15 @@ def _convert(value: Any, option: Option) -> Any:
             raise ValueError("must be name:weight, separated by commas")
         value = {name.strip(): weight.strip() for name, _, weight in pairs}
     return msgspec.convert(value, option.hint, strict=False)
+
+
+def _is_unicode(text: str) -> bool:
+    """False where bytes of an argument or variable were no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _option(section: str, field: msgspec.structs.FieldInfo) -> Option:

@@ -293,6 +293,37 @@ def test_bytes_that_are_no_text_are_one_line(
     assert "standard input is not UTF-8 text" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["chat", "BYTES", "Hi"],
+        ["chat", "m", "BYTES"],
+        ["chat", "m", "@BYTES"],
+        ["chat", "m", "Hi", "--param", "BYTES=1"],
+        ["chat", "m", "Hi", "--param", "a=BYTES"],
+        ["tokens", "m", "BYTES"],
+        ["submit", "chat", "m", "BYTES"],
+        ["submit", "chat", "m", "{}", "--owner", "BYTES"],
+        ["submit", "chat", "m", '{"a": "BYTES"}'],
+        ["result", "BYTES"],
+        ["jobs", "show", "BYTES"],
+        ["pause", "BYTES"],
+        ["workers", "--nats-url", "BYTES"],
+        ["workers", "--nats-url", "nats://BYTES:1"],
+        ["workers", "--nats-user", "BYTES", "--nats-password", "p"],
+        ["workers", "--config", "BYTES"],
+        ["BYTES"],
+    ],
+    ids=" ".join,
+)
+def test_bytes_in_arguments_are_no_traceback(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [argument.replace("BYTES", "\udcff") for argument in arguments]
+    assert main([*given, *(() if "--nats-url" in given or len(given) == 1 else NOBODY)]) in (1, 2, 3)
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def test_the_model_is_an_argument_and_the_option_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--model", "m", "Hi"]) == 2
     assert "the model is an argument: inferbus chat MODEL TEXT" in capsys.readouterr().err
