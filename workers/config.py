@@ -16,6 +16,7 @@ so that a setting is defined once, here.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import re
 import secrets
@@ -37,6 +38,23 @@ HIDDEN: Final = "***"
 DAY: Final = 24 * 3600.0
 MIB: Final = 1024 * 1024
 
+OTHER_VARIABLES: Final = frozenset(
+    ENVIRONMENT + name
+    for name in (
+        "CACHE",
+        "CONFIG",
+        "CPU",
+        "DOCKER_STATE",
+        "ENGINE_REPORT",
+        "OWNER",
+        "STAND_IN",
+        "TEST_ENGINES",
+    )
+)
+"""Variables that are no settings: of the command line, the demo model, and the tests."""
+
+_SERVICE_VARIABLE: Final = re.compile(r"INFERBUS_(\w+_)?(SERVICE_(HOST|PORT\w*)|PORT_\d+_(TCP|UDP|SCTP)\w*)")
+_SERVICE_URL: Final = re.compile(r"(tcp|udp|sctp)://\S+")
 _SCHEMES: Final = frozenset({"nats", "tls", "ws", "wss"})
 _TOKEN: Final = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -331,7 +349,10 @@ def resolve(flags: Mapping[str, Any], env: Mapping[str, str], file: Path | None 
                 values[option.field] = _convert(value, option)
             except (msgspec.ValidationError, ValueError) as error:
                 # The messages of msgspec name types, never values, so secrets are safe.
-                problems.append(f"{option.key} ({source}): {str(error)[:1].lower()}{str(error)[1:]}")
+                problem = f"{str(error)[:1].lower()}{str(error)[1:]}"
+                if source == f"environment {option.env}" and _SERVICE_URL.fullmatch(value):
+                    problem = _service_problem(option, value)
+                problems.append(f"{option.key} ({source}): {problem}")
         sections[section] = settings = cls(**values)
         keys = {option.field: option.key for option in options(section)}
         for field, message in settings.problems():
@@ -341,6 +362,20 @@ def resolve(flags: Mapping[str, Any], env: Mapping[str, str], file: Path | None 
     return Settings(**sections)
 
 
+def unknown_variables(env: Mapping[str, str]) -> list[str]:
+    """One line for each variable `INFERBUS_…` that nothing reads.
+
+    Those that Kubernetes sets for a Service whose name begins with "inferbus" are left out.
+    """
+    known = {option.env for option in options()} | OTHER_VARIABLES
+    lines = []
+    for name in sorted(env):
+        if name.startswith(ENVIRONMENT) and name not in known and not _by_kubernetes(name, env[name]):
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+            lines.append(f"unknown variable {name}" + (f"; did you mean {close[0]}?" if close else ""))
+    return lines
+
+
 def hide_userinfo(url: str) -> str:
     """A URL without the user name, password or token that may stand in it."""
     head, separator, rest = url.partition("://")
@@ -348,6 +383,19 @@ def hide_userinfo(url: str) -> str:
         head, rest = "", url
     userinfo, at, host = rest.rpartition("@")
     return f"{head}{separator}{HIDDEN if userinfo else ''}{at}{host}"
+
+
+def _by_kubernetes(name: str, value: str) -> bool:
+    """Whether Kubernetes sets this in every container, for a Service whose name begins with "inferbus"."""
+    return bool(_SERVICE_VARIABLE.fullmatch(name) or _SERVICE_URL.fullmatch(value))
+
+
+def _service_problem(option: Option, value: str) -> str:
+    name = option.env.removesuffix("_PORT").lower().replace("_", "-")
+    return (
+        f"{value} was set by Kubernetes for the Service {name}: rename that Service, or set "
+        "enableServiceLinks: false in the pod's spec"
+    )
 
 
 def _is_nats_url(url: str) -> bool:
@@ -382,11 +430,9 @@ def _read(file: Path | None, problems: list[str]) -> dict[str, Any]:
 
 
 def _convert(value: Any, option: Option) -> Any:
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise ValueError("must be UTF-8 text") from None
+    for text in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(text, str) and not _is_unicode(text):
+            raise ValueError("must be UTF-8 text")
     if option.type is Path:
         path = Path(msgspec.convert(str(value), str)).expanduser()
         if option.file and not path.is_file():
@@ -400,6 +446,15 @@ def _convert(value: Any, option: Option) -> Any:
             raise ValueError("must be name:weight, separated by commas")
         value = {name.strip(): weight.strip() for name, _, weight in pairs}
     return msgspec.convert(value, option.hint, strict=False)
+
+
+def _is_unicode(text: str) -> bool:
+    """False where bytes of an argument or variable were no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _option(section: str, field: msgspec.structs.FieldInfo) -> Option:

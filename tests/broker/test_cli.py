@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -29,6 +30,9 @@ user = "fails"
 at = 3
 do = "fail"
 code = "context_length_exceeded"
+[[rules]]
+user = "greek"
+text = "\\u03c0 = 3"
 [[rules]]
 text = "The capital of France is Paris."
 cached_tokens = 5
@@ -167,6 +171,78 @@ async def test_a_job_can_be_waited_for_where_it_is_submitted(run: Run) -> None:
     assert "31 tokens" in err
 
 
+BODY = '{"token_ids": [1]}'
+
+
+async def test_a_model_that_nobody_serves_is_told_with_those_that_are_served(run: Run) -> None:
+    code, _, err = await run("chat", "scriptd", "Hi")
+    assert (code, err) == (
+        4,
+        "inferbus: no_worker: no worker serves the model 'scriptd'; served are: scripted\n",
+    )
+    code, out, err = await run("submit", "tokens", "scriptd", "--job-id", "typo", stdin=BODY)
+    assert (code, out.split()[0]) == (0, "typo")
+    assert err.startswith(
+        "inferbus: warning: no worker has ever served this model: no worker serves the model"
+    )
+    assert "served are: scripted" in err
+    for command in ("result", "stream"):
+        code, _, err = await run(command, "typo", "--timeout", "0.2")
+        assert code == 5
+        assert err.startswith(
+            "inferbus: warning: the job waits: no worker serves the model 'scriptd'; served"
+        )
+    code, out, _ = await run("jobs", "show", "typo")
+    assert (code, out[:7]) == (0, "queued:")
+    code, out, _ = await run("jobs", "cancel", "default", "typo")
+    assert code == 0
+    assert "removed submission" in out
+    code, _, err = await run("result", "typo")
+    assert (code, err[:24]) == (1, "inferbus: job_not_found:")
+    code, _, err = await run("pause", "scriptd")
+    assert (code, err[:26]) == (1, "inferbus: model_not_found:")
+
+
+async def test_a_job_is_shown_without_its_owner_where_that_is_clear(run: Run) -> None:
+    for owner in ("a", "b"):
+        await run("submit", "tokens", "scripted", "--job-id", "twice", "--owner", owner, stdin=BODY)
+        await run("result", "twice", "--owner", owner)
+    code, _, err = await run("jobs", "show", "twice")
+    assert code == 2
+    assert "several owners have a job of this id: a, b" in err
+    code, out, _ = await run("jobs", "show", "a", "twice")
+    assert (code, "result: ok" in out) == (0, True)
+    assert (await run("jobs", "show", "nowhere"))[::2] == (
+        1,
+        "inferbus: there is no job nowhere of any owner\n",
+    )
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "latin-1"])
+async def test_an_answer_that_the_terminal_cannot_show_is_shown_all_the_same(url: str, encoding: str) -> None:
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "inferbus.workers.cli", "chat", "-q", "Pi?", "--param", "user=greek"),
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await child.communicate()
+    assert (child.returncode, out, err) == (0, b"\\u03c0 = 3\n", b"")
+
+
+async def test_bytes_that_are_no_text_are_one_line(url: str) -> None:
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "inferbus.workers.cli", "chat", "-q", b"\xff"),
+        env={**os.environ, "PYTHONUTF8": "1"},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await child.communicate()
+    assert (child.returncode, out) == (1, b"")
+    assert err.startswith(b"inferbus: invalid_request: 'messages' cannot be sent: a text in it is not valid")
+    assert err.count(b"\n") == 1
+
+
 async def test_a_cancelled_job_has_an_error_for_a_result(run: Run) -> None:
     body = '{"token_ids": [1], "user": "endless"}'
     code, out, _ = await run("submit", "tokens", "scripted", "--json", stdin=body)
@@ -183,8 +259,8 @@ async def test_another_owner_sees_none_of_it(run: Run) -> None:
     body = '{"token_ids": [1]}'
     await run("submit", "tokens", "scripted", "--job-id", "mine", "--owner", "a", stdin=body)
     assert (await run("result", "mine", "--owner", "a"))[0] == 0
-    code, _, err = await run("result", "mine", "--owner", "b", "--timeout", "0.2")
-    assert (code, err[:20]) == (5, "inferbus: timed_out:")
+    code, _, err = await run("result", "mine", "--owner", "b")
+    assert (code, err[:24]) == (1, "inferbus: job_not_found:")
 
 
 @pytest.mark.faults

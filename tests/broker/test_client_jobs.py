@@ -24,7 +24,16 @@ from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.bus.jetstream.provision import provision
-from inferbus.workers.client import Client, Job, Restarted, TimedOut, durable, results, text
+from inferbus.workers.client import (
+    Client,
+    Job,
+    JobNotFound,
+    Restarted,
+    TimedOut,
+    durable,
+    results,
+    text,
+)
 from inferbus.workers.config import StreamSettings
 from inferbus.workers.stack.server import NatsServer
 from tests.support.answers import chat_answer
@@ -83,7 +92,7 @@ def lossy(client: Client, monkeypatch: pytest.MonkeyPatch, lose: Callable[[Messa
 
 async def test_a_job_is_stored_with_its_identity(client: Client) -> None:
     job = await client.submit("chat", "m", BODY, job_id="j", job_class="interactive", deadline=60)
-    assert job == Job(id="j", owner="me", submission=1, duplicate=False)
+    assert job == Job(id="j", owner="me", submission=1, model="m", duplicate=False)
     stored = await JetStream(client.bus).last(layout.JOBS, "infer.jobs.m.interactive.me.chat")
     assert stored is not None
     assert json.loads(stored.data) == BODY | {"stream_options": {"include_usage": True}}
@@ -110,6 +119,30 @@ async def test_an_id_can_be_submitted_anew_on_purpose(client: Client) -> None:
     second = await client.submit("chat", "m", BODY, job_id="j", again=True)
     assert not second.duplicate
     assert second.submission != first.submission
+
+
+async def test_an_id_means_its_newest_submission(client: Client, worker: Responder) -> None:
+    first = await client.submit("chat", "m", BODY, job_id="j")
+    await finish(worker, first, "old")
+    await client.bus.js.purge_stream(layout.JOBS)
+    assert (await client.result("j")).answer == chat_answer("old")
+    second = await client.submit("chat", "m", BODY, job_id="j", again=True)
+    assert await client.find("j") == second
+    assert await client.find("j", submission=second.submission) == second
+    waiting = asyncio.create_task(client.result("j"))
+    reading = asyncio.create_task(client.stream("j").answer())
+    await finish(worker, second, "new")
+    assert (await waiting).answer == await reading == chat_answer("new")
+
+
+async def test_a_job_that_nobody_submitted_is_not_waited_for(client: Client) -> None:
+    await client.submit("chat", "m", BODY, job_id="other")
+    with pytest.raises(JobNotFound, match="there is no job j of the owner me"):
+        await client.result("j")
+    with pytest.raises(JobNotFound):
+        await client.stream("j").answer()
+    with pytest.raises(JobNotFound, match="submission 7"):
+        await client.find("other", submission=7)
 
 
 async def test_two_owners_may_use_the_same_id(client: Client, server: NatsServer) -> None:
@@ -257,16 +290,19 @@ async def test_an_earlier_submission_of_the_same_id_is_not_heard(
     assert (await waiting).answer == chat_answer("new")
 
 
-async def test_a_stream_that_another_thread_drops_unsubscribes(client: Client, server: NatsServer) -> None:
+async def test_a_reader_that_is_cancelled_while_it_subscribes_leaves_no_subscription(
+    client: Client, server: NatsServer
+) -> None:
     job = await client.submit("chat", "m", BODY)
-    streams = [client.stream(job)]
-    reading = asyncio.create_task(streams[0].answer())
-    await subscribed(server, f"infer.stream.me.{job.id}")
-    reading.cancel()
-    await asyncio.wait([reading])
-    del reading
-    await asyncio.to_thread(streams.clear)
+    for steps in range(1, 30):
+        readings = [asyncio.create_task(client.stream(job).answer()), asyncio.create_task(client.result(job))]
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        for reading in readings:
+            reading.cancel()
+        await asyncio.wait(readings)
     await subscribed(server, f"infer.stream.me.{job.id}", 0)
+    await subscribed(server, f"infer.results.me.{job.id}", 0)
 
 
 async def test_leaving_a_stream_early_leaves_the_job_alone(

@@ -45,8 +45,15 @@ start_daemon() {
     install_packages
     mkdir -p "$state"
     say "starting dockerd, its log is $state/dockerd.log"
-    setsid dockerd --data-root "$state/data" --exec-root "$state/exec" --pidfile "$state/dockerd.pid" \
-        --host unix:///var/run/docker.sock >"$state/dockerd.log" 2>&1 </dev/null &
+    # Without the descriptors that this script inherited: its caller's pipes and locks would stay open with the daemon.
+    (
+        for descriptor in /proc/self/fd/*; do
+            descriptor=${descriptor##*/}
+            ((descriptor > 2)) && eval "exec $descriptor>&-"
+        done
+        exec setsid dockerd --data-root "$state/data" --exec-root "$state/exec" --pidfile "$state/dockerd.pid" \
+            --host unix:///var/run/docker.sock >"$state/dockerd.log" 2>&1 </dev/null
+    ) &
     local tries
     for ((tries = 0; tries < 120; tries++)); do
         docker info >/dev/null 2>&1 && return

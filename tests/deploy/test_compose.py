@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -229,3 +230,26 @@ def test_the_server_stores_where_it_is_started_and_the_container_on_its_volume(
 
 def test_an_acknowledged_job_is_on_disk() -> None:
     assert re.search(r"^\s*sync_interval: always$", NATS_CONFIG.read_text(), re.MULTILINE)
+
+
+FAKES = {
+    "docker": 'if [[ $1 == info ]]; then [[ -e "$INFERBUS_DOCKER_STATE/descriptors" ]]; fi',
+    "dockerd": 'find /proc/$$/fd -type l -printf "%f\\n" >"$INFERBUS_DOCKER_STATE/descriptors"',
+    "dpkg-query": "echo install ok installed",
+    "id": "echo 0",
+    "apt-get": "exit 1",
+}
+
+
+def test_the_docker_daemon_inherits_no_descriptors(tmp_path: Path) -> None:
+    programs, state = tmp_path / "bin", tmp_path / "state"
+    programs.mkdir()
+    for name, script in FAKES.items():
+        (programs / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
+        (programs / name).chmod(0o755)
+    env = {"PATH": f"{programs}:{os.environ['PATH']}", "INFERBUS_DOCKER_STATE": str(state)}
+    with (tmp_path / "lock").open("w") as lock:
+        command = ["bash", str(ROOT / "tests/deploy/bring_up_docker.sh")]
+        subprocess.run(command, env=env, pass_fds=[lock.fileno()], check=True, capture_output=True)
+    # 255 is the script that the stand-in itself runs; `find` has the folder open.
+    assert {int(number) for number in (state / "descriptors").read_text().split()} <= {0, 1, 2, 255}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from inferbus.workers.client import Client
+from inferbus.workers.client.operator import Operator
+from inferbus.workers.stack.local import free_ports
 from inferbus.workers.stack.server import NatsServer
 
 SCRIPT = 'tokenizer = true\n[[rules]]\ntext = "Paris."\n'
@@ -62,6 +65,30 @@ async def test_it_serves_until_it_is_interrupted(tmp_path: Path, layout: list[st
             assert await child.wait() == 0
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+
+
+async def test_settings_of_workers_are_passed_on(tmp_path: Path) -> None:
+    script = tmp_path / "script.toml"
+    script.write_text(SCRIPT)
+    first = next(port for port in free_ports(20) if _is_free(port + 1))
+    flags = ("--slots", "3", "--classes", "batch:2", "--metrics-port", str(first))
+    async with up("--scripted", str(script), "--port", "0", "--served-model", "m", *flags) as child:
+        url = (await said(child, r"ready: the model m at (nats://\S+);"))[1]
+        async with Client.connect(url) as client:
+            assert [info.load.slots for info in await client.workers()] == [3, 3]
+            assert {queue.job_class for queue in await Operator(client.bus).queues()} == {"batch"}
+        for port in (first, first + 1):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /metrics HTTP/1.0\r\n\r\n")
+            assert b"inferbus_" in await reader.read()
+            writer.close()
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as listener, suppress(OSError):
+        listener.bind(("127.0.0.1", port))
+        return True
+    return False
 
 
 async def test_a_port_in_use_is_one_line_and_the_code_1(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from inferbus.workers.config import (
     hide_userinfo,
     options,
     resolve,
+    unknown_variables,
 )
 
 
@@ -116,6 +117,56 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     assert "No such file" in told(file=tmp_path / "none.toml")[0]
     (tmp_path / "broken.toml").write_text("[nats\n")
     assert "not valid TOML" in told(file=tmp_path / "broken.toml")[0]
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "windows.toml").write_bytes(b"\xef\xbb\xbf[worker]\r\nslots = 3\r\n")
+    assert resolve({}, {}, tmp_path / "windows.toml").worker.slots == 3
+
+
+def test_bytes_that_are_no_text_are_a_problem_and_no_traceback() -> None:
+    assert "nats.user (environment INFERBUS_NATS_USER): must be UTF-8 text" in told(
+        env={"INFERBUS_NATS_USER": "\udcff", "INFERBUS_NATS_PASSWORD": "p"}
+    )
+
+
+@pytest.mark.parametrize("url", ["nats://[", "nats://host:99999", "nats://host:port", "nats://"])
+def test_a_url_that_cannot_be_parsed_is_a_problem_and_no_traceback(url: str) -> None:
+    assert "must be a nats://" in told({"nats_url": (url,)})[0]
+
+
+def test_unknown_variables_are_named_with_what_was_probably_meant() -> None:
+    env = {
+        "INFERBUS_SLOT": "3",
+        "INFERBUS_METRIC_PORT": "9464",
+        "INFERBUS_XYZ": "",
+        "INFERBUS_SLOTS": "3",
+        "INFERBUS_CONFIG": "x",
+        "OTHER": "",
+    }
+    assert unknown_variables(env) == [
+        "unknown variable INFERBUS_METRIC_PORT; did you mean INFERBUS_METRICS_PORT?",
+        "unknown variable INFERBUS_SLOT; did you mean INFERBUS_SLOTS?",
+        "unknown variable INFERBUS_XYZ",
+    ]
+
+
+def test_what_kubernetes_sets_for_a_service_is_explained_where_it_hurts_and_else_ignored() -> None:
+    env = {
+        "INFERBUS_METRICS_PORT": "tcp://10.0.0.1:9464",
+        "INFERBUS_METRICS_PORT_9464_TCP": "tcp://10.0.0.1:9464",
+        "INFERBUS_METRICS_PORT_9464_TCP_ADDR": "10.0.0.1",
+        "INFERBUS_METRICS_SERVICE_HOST": "10.0.0.1",
+        "INFERBUS_METRICS_SERVICE_PORT_HTTP": "9464",
+        "INFERBUS_PORT": "tcp://10.0.0.2:80",
+    }
+    assert unknown_variables(env) == []
+    [problem] = told(env=env)
+    assert (
+        "worker.metrics_port (environment INFERBUS_METRICS_PORT): tcp://10.0.0.1:9464 was set by" in problem
+    )
+    assert "Kubernetes for the Service inferbus-metrics" in problem
+    assert "enableServiceLinks: false" in problem
 
 
 def test_secrets_are_shown_nowhere() -> None:

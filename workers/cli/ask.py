@@ -11,10 +11,12 @@ import click
 
 from inferbus.schemas import codec
 from inferbus.schemas.answers import TokenChunk
-from inferbus.schemas.errors import UndecodableBody
+from inferbus.schemas.errors import NoWorker, UndecodableBody
 from inferbus.workers.cli.options import Command, settings_options
 from inferbus.workers.cli.running import OWNER_ENV, model_or_only, with_client
+from inferbus.workers.cli.text import print_json, read_text
 from inferbus.workers.client import AnswerStream, Client, LiveStream, Restarted, Stats, text
+from inferbus.workers.client.models import unserved
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -26,7 +28,13 @@ def request_options(command: F) -> F:
     return command
 
 
+def _refuse_model(ctx: click.Context, _param: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        raise click.UsageError(f"the model is an argument: inferbus {ctx.info_name} MODEL TEXT")
+
+
 _SHARED: Final = (
+    click.option("--model", hidden=True, expose_value=False, callback=_refuse_model),
     click.option("--max-tokens", type=int, help="Most tokens of the answer."),
     click.option("--temperature", type=float, help="0 is greedy."),
     click.option(
@@ -58,7 +66,8 @@ def owner_option(command: F) -> F:
 def chat(words: tuple[str, ...], system: str | None, **options: Any) -> int:
     """Ask a model and show the answer as it comes.
 
-    MODEL may be left out where only one is served. TEXT is `-` to read it from standard input.
+    MODEL may be left out where only one is served. TEXT may be `-` for standard input or
+    `@FILE`.
     """
     model, content = _split(words)
     messages = [{"role": "system", "content": system}] if system else []
@@ -72,7 +81,8 @@ def chat(words: tuple[str, ...], system: str | None, **options: Any) -> int:
 def complete(words: tuple[str, ...], **options: Any) -> int:
     """Let a model continue a text.
 
-    MODEL may be left out where only one is served. PROMPT is `-` to read it from standard input.
+    MODEL may be left out where only one is served. PROMPT may be `-` for standard input or
+    `@FILE`.
     """
     model, prompt = _split(words)
     return _ask(model, options, lambda client, name, more: client.complete(name, prompt, **more))
@@ -84,7 +94,7 @@ def complete(words: tuple[str, ...], **options: Any) -> int:
 def tokens(words: tuple[str, ...], **options: Any) -> int:
     """Send token ids and print the token ids that follow.
 
-    IDS are numbers with commas or spaces between; `-` reads them from standard input.
+    IDS are numbers with commas or spaces between; `-` reads standard input, `@FILE` a file.
     """
     model, given = _split(words)
     ids = re.findall(r"[^\s,\[\]]+", given)
@@ -92,11 +102,6 @@ def tokens(words: tuple[str, ...], **options: Any) -> int:
         raise click.UsageError("IDS must be numbers with commas or spaces between")
     token_ids = [int(each) for each in ids]
     return _ask(model, options, lambda client, name, more: client.tokens(name, token_ids, **more))
-
-
-def read_text(given: str) -> str:
-    """An argument, or standard input for `-`."""
-    return sys.stdin.read() if given == "-" else given
 
 
 def parse_params(params: tuple[str, ...]) -> dict[str, Any]:
@@ -107,7 +112,7 @@ def parse_params(params: tuple[str, ...]) -> dict[str, Any]:
         if not separator:
             raise click.UsageError(f"--param takes NAME=JSON, not {param!r}")
         try:
-            fields[name] = codec.decode(value.encode(), object)
+            fields[name] = codec.decode(value.encode(errors="surrogateescape"), object)
         except UndecodableBody:
             fields[name] = value
     return fields
@@ -116,7 +121,7 @@ def parse_params(params: tuple[str, ...]) -> dict[str, Any]:
 async def show(answer: AnswerStream[Any], *, as_json: bool, quiet: bool) -> int:
     """Prints an answer as text or JSON, then its statistics on standard error."""
     if as_json:
-        click.echo(codec.encode(await answer.answer()).decode())
+        print_json(await answer.answer())
     else:
         await _show_text(answer)
     for warning in answer.warnings:
@@ -169,7 +174,13 @@ def _ask(
 
     async def work(client: Client) -> int:
         name = await model_or_only(client, model)
-        async with send(client, name, body) as answer:
-            return await show(answer, as_json=as_json, quiet=quiet)
+        try:
+            async with send(client, name, body) as answer:
+                return await show(answer, as_json=as_json, quiet=quiet)
+        except NoWorker:
+            served = await client.models()
+            if name in served:
+                raise
+            raise NoWorker(unserved(name, served)) from None
 
     return with_client(options, work)

@@ -7,11 +7,11 @@ from typing import Any, Final
 
 import click
 
-from inferbus.schemas import codec
 from inferbus.schemas.errors import CallerError
 from inferbus.workers.cli.options import Command, settings_options
 from inferbus.workers.cli.running import EXIT_FAILED, print_error, with_client
 from inferbus.workers.cli.tables import moment, print_table, printable, size, span
+from inferbus.workers.cli.text import print_json
 from inferbus.workers.client import Client
 from inferbus.workers.client.operator import Operator
 from inferbus.workers.client.records import DeadLetter
@@ -38,7 +38,7 @@ def list_letters(model: str | None, as_json: bool, **options: Any) -> int:
     async def work(client: Client) -> int:
         letters = [letter async for letter in Operator(client.bus).dead_letters(model=model)]
         if as_json:
-            click.echo(codec.encode(letters).decode())
+            print_json(letters)
         elif letters:
             columns = ("seq", "age", "model", "kind", "owner", "job", "attempts", "size", "code", "reason")
             print_table(columns, map(_row, letters))

@@ -7,12 +7,12 @@ from typing import Any, get_args
 
 import click
 
-from inferbus.schemas import codec
 from inferbus.schemas.fleet import Role, WorkerInfo
 from inferbus.workers.cli.options import Command, settings_options
 from inferbus.workers.cli.queues import paused_lines
 from inferbus.workers.cli.running import EXIT_FAILED, print_error, with_client
 from inferbus.workers.cli.tables import print_table, printable
+from inferbus.workers.cli.text import print_json
 from inferbus.workers.client import Client
 
 
@@ -25,7 +25,7 @@ def workers(as_json: bool, **options: Any) -> int:
     async def work(client: Client) -> int:
         announced = await client.workers()
         if as_json:
-            click.echo(codec.encode(announced).decode())
+            print_json(announced)
         elif announced:
             columns = ("model", "role", "worker", "state", "busy", "queued", "kv", "kinds", "engine", "host")
             print_table(columns, map(_row, announced))

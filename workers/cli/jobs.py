@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any, BinaryIO
+from typing import Any, Final
 
 import click
 
-from inferbus.schemas import codec
-from inferbus.schemas.errors import InferbusError
 from inferbus.schemas.subjects import CLASSES, KINDS, JobClass, Kind
 from inferbus.workers.cli.ask import owner_option, show
 from inferbus.workers.cli.options import Command, settings_options
-from inferbus.workers.cli.running import with_client
+from inferbus.workers.cli.running import warn, with_client
+from inferbus.workers.cli.text import print_json, read_body
 from inferbus.workers.client import Client, Job, Result
 from inferbus.workers.client.deltas import to_chunks
+from inferbus.workers.client.models import never_served, unserved
 from inferbus.workers.client.stream import text
+
+_submission: Final = click.option(
+    "--submission", type=int, metavar="N", help="This submission; default: the newest."
+)
 
 
 @click.command(cls=Command)
 @click.argument("kind", type=click.Choice(KINDS))
 @click.argument("model")
-@click.argument("body", type=click.File("rb"), default="-", metavar="[FILE]")
+@click.argument("body", default="-", metavar="[FILE]")
 @click.option("--job-id", metavar="ID", help="The job's id; default: random. The same id twice is one job.")
 @click.option("--again", is_flag=True, help="Submit an id that was submitted before as a new submission.")
 @click.option("--class", "job_class", type=click.Choice(CLASSES), default="batch", show_default=True)
@@ -33,7 +37,7 @@ from inferbus.workers.client.stream import text
 def submit(
     kind: Kind,
     model: str,
-    body: BinaryIO,
+    body: str,
     job_id: str | None,
     again: bool,
     job_class: JobClass,
@@ -49,12 +53,15 @@ def submit(
 
     The body is JSON as the kind defines it, from FILE or standard input.
     """
-    try:
-        fields = codec.decode_object(body.read())
-    except InferbusError as error:
-        raise click.UsageError(error.message) from None
+    fields = read_body(body)
 
     async def work(client: Client) -> int:
+        if await never_served(client.bus, model):
+            served = await client.models()
+            if model not in served:
+                warn(
+                    f"no worker has ever served this model: {unserved(model, served)}; the job waits for one"
+                )
         job = await client.submit(
             kind,
             model,
@@ -69,7 +76,10 @@ def submit(
             click.echo(_line(job), err=True)
             async with client.stream(job) as answer:
                 return await show(answer, as_json=as_json, quiet=False)
-        click.echo(codec.encode(job).decode() if as_json else _line(job))
+        if as_json:
+            print_json(job)
+        else:
+            click.echo(_line(job))
         return 0
 
     return with_client(options, work)
@@ -77,18 +87,25 @@ def submit(
 
 @click.command(cls=Command)
 @click.argument("job")
+@_submission
 @click.option(
     "--timeout", type=float, metavar="SECONDS", help="How long to wait; default: as long as it takes."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the whole answer as JSON.")
 @owner_option
 @settings_options("bus")
-def result(job: str, timeout: float | None, as_json: bool, **options: Any) -> int:
-    """Wait for a job's result and print it."""
+def result(job: str, submission: int | None, timeout: float | None, as_json: bool, **options: Any) -> int:
+    """Wait for a job's result and print it.
+
+    JOB means its newest submission.
+    """
 
     async def work(client: Client) -> int:
-        stored = await client.result(job, timeout)
-        click.echo(codec.encode(stored.answer).decode() if as_json else _result_text(stored))
+        stored = await client.result(await _find(client, job, submission), timeout)
+        if as_json:
+            print_json(stored.answer)
+        else:
+            click.echo(_result_text(stored))
         return 0
 
     return with_client(options, work)
@@ -96,19 +113,23 @@ def result(job: str, timeout: float | None, as_json: bool, **options: Any) -> in
 
 @click.command(cls=Command)
 @click.argument("job")
+@_submission
 @click.option("--timeout", type=float, metavar="SECONDS", help="Silence after which to stop reading.")
 @click.option("--json", "as_json", is_flag=True, help="Print the whole answer as JSON, at the end.")
 @click.option("--quiet", "-q", is_flag=True, help="No line of statistics.")
 @owner_option
 @settings_options("bus")
-def stream(job: str, timeout: float | None, as_json: bool, quiet: bool, **options: Any) -> int:
+def stream(
+    job: str, submission: int | None, timeout: float | None, as_json: bool, quiet: bool, **options: Any
+) -> int:
     """Show a job's answer as it comes.
 
-    From its beginning, whenever it is read. Leaving does not stop the job.
+    JOB means its newest submission. From its beginning, whenever it is read. Leaving does not stop the job.
     """
 
     async def work(client: Client) -> int:
-        async with client.stream(job, timeout=timeout) as answer:
+        found = await _find(client, job, submission)
+        async with client.stream(found, timeout=timeout) as answer:
             return await show(answer, as_json=as_json, quiet=quiet)
 
     return with_client(options, work)
@@ -131,6 +152,14 @@ def cancel(job: str, submission: int | None, **options: Any) -> int:
         return 0
 
     return with_client(options, work)
+
+
+async def _find(client: Client, job: str, submission: int | None) -> Job:
+    """The submission to wait for; says if no worker serves its model."""
+    found = await client.find(job, submission=submission)
+    if found.model is not None and found.model not in (served := await client.models()):
+        warn(f"the job waits: {unserved(found.model, served)}")
+    return found
 
 
 def _line(job: Job) -> str:

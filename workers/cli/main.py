@@ -10,6 +10,8 @@ from typing import Final
 
 import click
 
+from inferbus.workers.cli.text import tolerate_encodings
+
 _COMMANDS: Final = {
     "up": "serve",
     "worker": "serve",
@@ -62,6 +64,7 @@ def inferbus() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code (docs/cli.md lists them)."""
+    tolerate_encodings()
     try:
         code = inferbus.main(arguments, prog_name="inferbus", standalone_mode=False)
     except click.ClickException as error:

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from inferbus.workers.config import ConfigError, Option, Settings, options, resolve
+from inferbus.workers.config import ConfigError, Option, Settings, options, resolve, unknown_variables
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -66,6 +66,8 @@ def settings_of(flags: dict[str, Any]) -> Settings:
     file = flags.pop("config", None)
     names = {option.name for option in options()}
     given = {name: flags.pop(name) for name in list(flags) if name in names}
+    for line in unknown_variables(os.environ):
+        click.echo(f"inferbus: warning: {line}", err=True)
     try:
         return resolve(given, os.environ, file)
     except ConfigError as error:

@@ -9,13 +9,13 @@ from typing import Any, Final
 
 import click
 
-from inferbus.schemas import codec
 from inferbus.schemas.errors import BusUnavailable
 from inferbus.schemas.subjects import CLASSES, JobClass
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.cli.options import Command, settings_options
 from inferbus.workers.cli.running import EXIT_FAILED, print_error, with_client
 from inferbus.workers.cli.tables import moment, print_table, printable, size, span
+from inferbus.workers.cli.text import print_json
 from inferbus.workers.client import Client
 from inferbus.workers.client.operator import Operator
 from inferbus.workers.client.records import NO_END, JobReport, Queue, QueuedJob
@@ -72,7 +72,7 @@ def list_jobs(
         queues = await operator.queues(model=model, job_class=job_class)
         listed, more = await operator.jobs(model=model, job_class=job_class, owner=owner, most=limit or None)
         if as_json:
-            click.echo(codec.encode({"queues": queues, "jobs": listed, "more": more}).decode())
+            print_json({"queues": queues, "jobs": listed, "more": more})
             return 0
         if queues:
             _print_queues(queues)
@@ -90,17 +90,30 @@ def list_jobs(
 
 
 @jobs.command(cls=Command)
-@click.argument("owner")
-@click.argument("job")
+@click.argument("words", nargs=-1, required=True, metavar="[OWNER] JOB")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @settings_options("bus")
-def show(owner: str, job: str, as_json: bool, **options: Any) -> int:
-    """Show one job: where it is, its attempts, its result."""
+def show(words: tuple[str, ...], as_json: bool, **options: Any) -> int:
+    """Show one job: where it is, its attempts, its result.
+
+    OWNER may be left out where only one has a job of this id.
+    """
+    if len(words) > 2:
+        raise click.UsageError("name one job: [OWNER] JOB")
+    *given, job = words
 
     async def work(client: Client) -> int:
-        report = await Operator(client.bus).job(owner, job)
+        operator = Operator(client.bus)
+        owners = given or await operator.owners(job)
+        if len(owners) > 1:
+            raise click.UsageError(f"several owners have a job of this id: {', '.join(owners)}")
+        if not owners:
+            print_error(printable(f"there is no job {job} of any owner"))
+            return EXIT_FAILED
+        [owner] = owners
+        report = await operator.job(owner, job)
         if as_json:
-            click.echo(codec.encode(report).decode())
+            print_json(report)
         elif report.known:
             for line in _report_lines(report):
                 click.echo(printable(line))
@@ -119,11 +132,18 @@ def cancel(owner: str, job: tuple[str, ...], **options: Any) -> int:
     """Stop jobs wherever they are.
 
     Also while they are queued. Later submissions of the same ids are not affected.
+    A queued job of a model that no worker has ever served is removed.
     """
 
     async def work(client: Client) -> int:
         for each in job:
-            await Operator(client.bus).cancel(owner, each)
+            for removed in await Operator(client.bus).cancel(owner, each):
+                click.echo(
+                    printable(
+                        f"{each}: removed submission {removed.submission}, as no worker has ever served its "
+                        f"model {removed.model}"
+                    )
+                )
         return 0
 
     return with_client(options, work)

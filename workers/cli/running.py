@@ -53,6 +53,11 @@ def print_error(error: InferbusError | str) -> None:
     click.echo(f"inferbus: {' '.join(text.split())}", err=True)
 
 
+def warn(text: str) -> None:
+    """Prints a warning as one line on standard error."""
+    click.echo(f"inferbus: warning: {' '.join(text.split())}", err=True)
+
+
 def with_client(flags: dict[str, Any], work: Work) -> int:
     """Runs a coroutine with a connected client; returns the exit code.
 

@@ -15,9 +15,10 @@ import click
 
 from inferbus.schemas.fleet import Role
 from inferbus.schemas.subjects import escape
-from inferbus.workers.cli.options import Command, settings_of, settings_options
+from inferbus.workers.cli.options import CONFIG_ENV, Command, settings_of, settings_options
 from inferbus.workers.cli.prerequisites import check_demo_model, check_worker
 from inferbus.workers.cli.running import EXIT_FAILED, run_coroutine
+from inferbus.workers.config import WorkerSettings, options
 from inferbus.workers.observe import logs
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from inferbus.workers.stack.mps import Mps
 
 DEMO: Final = "smollm2-135m-instruct"
+QUESTION: Final = "What is the capital of France?"
 _PASSING: Final = {"ignore_unknown_options": True}
 
 
@@ -56,7 +58,6 @@ def worker(role: Role, scripted: Path | None, engine_flags: tuple[str, ...], **o
 
 @click.command(cls=Command, context_settings=_PASSING)
 @click.option("--model-path", metavar="PATH", help="Model folder or hub name; default: the demo model.")
-@click.option("--served-model", metavar="NAME", help="Name to serve it under.")
 @click.option("--port", type=int, default=4222, show_default=True, help="NATS port; 0 takes a free one.")
 @click.option("--aggregated", is_flag=True, help="One worker of the role `both` instead of two.")
 @click.option(
@@ -73,30 +74,50 @@ def worker(role: Role, scripted: Path | None, engine_flags: tuple[str, ...], **o
     help="Replay a script instead of running SGLang.",
 )
 @click.argument("engine_flags", nargs=-1, type=click.UNPROCESSED, metavar="[SGLANG FLAGS]...")
-def up(**options: Any) -> int:
+@settings_options("worker", "streams")
+def up(**flags: Any) -> int:
     """Run NATS and both workers on this machine.
 
     A server with JetStream, a prefill worker and a decode worker, until Ctrl-C. Every flag of SGLang's server
-    passes through unchanged to both workers.
+    passes through unchanged to both workers, and so do their settings. With --metrics-port P, the second
+    worker takes P + 1.
     """
     from inferbus.workers.stack.errors import StackError
 
-    if options["mps"] and options["aggregated"]:
+    if flags["mps"] and flags["aggregated"]:
         raise click.UsageError("--mps is for two workers that share a GPU; --aggregated starts one")
-    check_worker(scripted=options["scripted"] is not None)
-    if options["model_path"] is None and options["scripted"] is None:
+    settings, env = _worker_settings(flags)
+    if flags["scripted"] is not None and flags["engine_flags"]:
+        flags_given = " ".join(flags["engine_flags"])
+        raise click.UsageError(f"scripted workers take no SGLang flags: {flags_given}")
+    check_worker(scripted=flags["scripted"] is not None)
+    if flags["model_path"] is None and flags["scripted"] is None:
         check_demo_model()
     logs.configure(level="ERROR", format="text")
     try:
-        return run_coroutine(lambda: _up(**options))
+        return run_coroutine(lambda: _up(settings, env, **flags))
     except StackError as error:
         click.echo(f"inferbus: {error}", err=True)
         return EXIT_FAILED
 
 
+def _worker_settings(flags: dict[str, Any]) -> tuple[WorkerSettings, dict[str, str | None]]:
+    """The workers' settings, and the variables that pass the given options on; removes them from `flags`."""
+    if flags["worker"] is not None:
+        raise click.UsageError("--worker names one worker, and there are several")
+    env: dict[str, str | None] = {}
+    for option in options("worker", "streams"):
+        if (value := flags[option.name]) not in (None, ()):
+            env[option.env] = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    if flags["config"] is not None:
+        env[CONFIG_ENV] = str(flags["config"].absolute())
+    return settings_of(flags).worker, env
+
+
 async def _up(
+    settings: WorkerSettings,
+    env: dict[str, str | None],
     model_path: str | None,
-    served_model: str | None,
     port: int,
     aggregated: bool,
     mps: bool,
@@ -109,7 +130,7 @@ async def _up(
     from inferbus.workers.stack.mps import Mps
 
     place = await asyncio.to_thread(placement, shared=mps)
-    name = served_model or ("scripted" if scripted else _short(model_path) if model_path else DEMO)
+    name = settings.model or ("scripted" if scripted else _short(model_path) if model_path else DEMO)
     if model_path is None and scripted is None:
         model_path = str(await asyncio.to_thread(_demo_model))
     roles: tuple[Role, ...] = ("both",) if aggregated else ("prefill", "decode")
@@ -121,7 +142,8 @@ async def _up(
         # What the user says comes last, and the last one holds.
         flags=["--enable-cache-report", *(() if _sized(engine_flags) else place.flags)],
         role_flags={role: [*place.role_flags.get(role, ()), *engine_flags] for role in roles},
-        env={**place.env, **(service.env if service else {})},
+        env={**env, **place.env, **(service.env if service else {})},
+        metrics_port=settings.metrics_port,
         scripted=scripted,
         directory=directory,
         port=port,
@@ -159,9 +181,10 @@ def _greeting(stack: LocalStack) -> str:
         [
             "",
             f"ready: the model {stack.model} at {stack.url}; logs in {stack.directory}",
-            f"  {_program()} chat --nats-url {stack.url} 'What is the capital of France?'",
+            # Greedy, since a small model is often wrong when it samples.
+            f"  {_program()} chat --nats-url {stack.url} --temperature 0 '{QUESTION}'",
             f"  nats -s {stack.url} request --timeout 60s {request} "
-            """'{"messages": [{"role": "user", "content": "Hi"}]}'""",
+            f"""'{{"messages": [{{"role": "user", "content": "{QUESTION}"}}], "temperature": 0}}'""",
             "Ctrl-C stops it",
         ]
     )

@@ -6,11 +6,11 @@ from typing import Any
 
 import click
 
-from inferbus.schemas import codec
 from inferbus.workers.cli.options import Command, settings_of, settings_options
 from inferbus.workers.cli.queues import state as queue_state
 from inferbus.workers.cli.running import EXIT_FAILED, print_error, run
 from inferbus.workers.cli.tables import print_table, size, span
+from inferbus.workers.cli.text import print_json
 from inferbus.workers.client import Client
 from inferbus.workers.client.operator import Operator
 from inferbus.workers.client.survey import StreamState
@@ -33,7 +33,7 @@ def streams(adopt: bool, as_json: bool, **flags: Any) -> int:
             await operator.adopt(settings)
         states = await operator.streams(settings)
         if as_json:
-            click.echo(codec.encode(states).decode())
+            print_json(states)
         else:
             _print(states)
         if all(each.fine for each in states):

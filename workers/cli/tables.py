@@ -3,25 +3,43 @@
 from __future__ import annotations
 
 import datetime as dt
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+import click
+
+GAP: Final = "  "
 _UNITS: Final = ((86400.0, "d"), (3600.0, "h"), (60.0, "m"), (1.0, "s"))
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Prints a table without lines; None is an empty cell."""
-    from rich.console import Console
-    from rich.table import Table
+    """Prints a table without lines; None is an empty cell.
 
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*("" if cell is None else printable(str(cell)) for cell in row))
-    # A pipe has no width; nothing should be folded there.
-    Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 400).print(table)
+    On a terminal that is too narrow for it, each row becomes a block with one line per cell.
+    """
+    from rich.cells import cell_len
+
+    cells = [["" if cell is None else printable(str(cell)) for cell in row] for row in rows]
+    table = [list(columns), *cells]
+    widths = [max(map(cell_len, column)) for column in zip(*table, strict=True)]
+    if (
+        sys.stdout.isatty()
+        and sum(widths) + len(GAP) * (len(widths) - 1) > shutil.get_terminal_size().columns
+    ):
+        click.echo("\n\n".join(_block(columns, row) for row in cells))
+        return
+    for row in table:
+        padded = (cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True))
+        click.echo(GAP.join(padded).rstrip())
+
+
+def _block(columns: Sequence[str], row: Sequence[str]) -> str:
+    width = max(map(len, columns))
+    return "\n".join(
+        f"{column:{width}}{GAP}{cell}" for column, cell in zip(columns, row, strict=True) if cell
+    )
 
 
 def printable(text: str) -> str:

@@ -33,9 +33,10 @@ from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.client.bulk import answers
 from inferbus.workers.client.durable import JobStream
-from inferbus.workers.client.jobs import Job, publish_cancel, publish_job
+from inferbus.workers.client.jobs import Job, find_job, publish_cancel, publish_job
 from inferbus.workers.client.live import LiveStream
 from inferbus.workers.client.messages import Answer, Result
+from inferbus.workers.client.models import serving
 from inferbus.workers.client.requests import Deadline, checked_id, encode_body, request_body, request_headers
 from inferbus.workers.client.results import Results
 from inferbus.workers.client.stream import AnswerStream
@@ -109,7 +110,7 @@ class Client:
             owner: Owner of the jobs; NATS permissions may allow only some.
             content_type: `application/json` or `application/msgpack`.
             timeout: Seconds of silence after which a live request is given up; None: never.
-            name: Name in the server's list of connections.
+            name: Shown in the server's list of connections.
 
         Raises:
             BusUnavailable: Nothing answers, or it refuses; when awaited.
@@ -260,7 +261,7 @@ class Client:
         fields = request_body(kind, body, streamed=None if stream else False)
         data = encode_body(fields, self.content_type)
         ack = await publish_job(self.bus, subject, data, message_headers)
-        return Job(id=job, owner=self.owner, submission=ack.sequence, duplicate=ack.duplicate)
+        return Job(id=job, owner=self.owner, submission=ack.sequence, model=model, duplicate=ack.duplicate)
 
     def stream(self, job: Job | str, *, timeout: float | None = None) -> JobStream:
         """The answer to a job, from its beginning.
@@ -277,14 +278,16 @@ class Client:
         """Waits for a job's result.
 
         Args:
-            job: From `submit`, or an id: then the next result that is stored or arrives.
+            job: From `submit`, or an id: then its newest submission.
             timeout: Seconds to wait at most; None: as long as it takes.
 
         Raises:
+            JobNotFound: There is no job of this id.
             TimedOut: It was not there in time.
             InferbusError: The result is an error; the class says which.
         """
-        result = await self._results.wait(self.job(job), timeout)
+        handle = job if isinstance(job, Job) else await self.find(job)
+        result = await self._results.wait(handle, timeout)
         if result.error is not None:
             raise result.error
         return result
@@ -296,6 +299,17 @@ class Client:
             BusUnavailable: The server did not take it.
         """
         await publish_cancel(self.bus, self.job(job))
+
+    async def find(self, job_id: str, *, submission: int | None = None) -> Job:
+        """The newest submission of an id, or a certain one, whether it is queued, runs or has ended.
+
+        Reads the owner's queued jobs, as far as they are newer than a stored result.
+
+        Raises:
+            JobNotFound: No job of this id is queued, and no result of one is stored.
+            BusUnavailable: The server did not answer.
+        """
+        return await find_job(self.bus, self.owner, checked_id(job_id), submission)
 
     def job(self, job: Job | str) -> Job:
         """The handle of a job that is known by its id."""
@@ -321,8 +335,7 @@ class Client:
 
     async def models(self) -> list[str]:
         """The models that a ready worker answers requests for."""
-        ready = {info.model for info in await self.workers() if info.state == "ready" and info.kinds}
-        return sorted(ready)
+        return serving(await self.workers())
 
     async def close(self) -> None:
         """Closes the connection; answers that are still read end with an error."""

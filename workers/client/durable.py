@@ -24,7 +24,7 @@ from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.client.assembler import Event, Restarted
 from inferbus.workers.client.errors import TimedOut
-from inferbus.workers.client.jobs import Job, publish_cancel
+from inferbus.workers.client.jobs import Job, find_job, publish_cancel
 from inferbus.workers.client.messages import Chunk, parse_message, submission_of
 from inferbus.workers.client.results import FIRST_PAUSE, LAST_PAUSE, Results
 from inferbus.workers.client.stream import AnswerStream
@@ -68,6 +68,8 @@ class JobStream(AnswerStream[Chunk | Restarted]):
 
     async def _more(self) -> list[Event]:
         if not self._chunks.active:
+            if self._job.submission is None:
+                self._job = await find_job(self._bus, self._job.owner, self._job.id)
             await self._chunks.start()
             events = await self._read_stored(first=True)
             self.replayed = bool(events)

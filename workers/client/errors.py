@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inferbus.schemas.errors import InfrastructureError
+from inferbus.schemas.errors import CallerError, InfrastructureError
 
 
 class TimedOut(InfrastructureError):
@@ -21,3 +21,9 @@ class AnswerLost(InfrastructureError):
     """Part of a live answer was lost on the way, and live answers are not stored."""
 
     code = "answer_lost"
+
+
+class JobNotFound(CallerError):
+    """No job of this id is queued, and no result of one is stored."""
+
+    code = "job_not_found"

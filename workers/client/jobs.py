@@ -8,11 +8,22 @@ import msgspec
 
 from inferbus.schemas import headers
 from inferbus.schemas.errors import BusUnavailable, Overloaded
+from inferbus.schemas.subjects import escape
 from inferbus.workers.bus.connection.bus import Bus
-from inferbus.workers.bus.errors import ApiError, NoResponders, StreamFull, SubjectFull
+from inferbus.workers.bus.errors import (
+    NOT_FOUND,
+    ApiError,
+    NoResponders,
+    NotPermitted,
+    StreamFull,
+    SubjectFull,
+)
 from inferbus.workers.bus.interface import PubAck
+from inferbus.workers.bus.jetstream import browse, layout
 from inferbus.workers.bus.jetstream.client import JetStream
+from inferbus.workers.client.errors import JobNotFound
 from inferbus.workers.client.messages import submission_of
+from inferbus.workers.client.records import job_id
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,12 +34,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         owner: Who submitted it.
         submission: The submission's sequence in the NATS stream; None for a job that is known by its id
             alone.
+        model: The served model name; None where it is not known.
         duplicate: Whether it had been submitted before, and this submission was dropped.
     """
 
     id: str
     owner: str
     submission: int | None = None
+    model: str | None = None
     duplicate: bool = False
 
     def matches(self, message_headers: Mapping[str, str]) -> bool:
@@ -57,6 +70,66 @@ async def publish_job(bus: Bus, subject: str, data: bytes, message_headers: Mapp
         raise Overloaded(f"the job was not accepted: the queue is full: {error.description}") from None
     except ApiError as error:
         raise BusUnavailable(f"the job was not accepted: {error.description}") from None
+
+
+async def find_job(bus: Bus, owner: str, job: str, submission: int | None = None) -> Job:
+    """The newest submission of an id, or a certain one: queued, running or ended.
+
+    Reads the owner's queued jobs, as far as they are newer than the stored result. Without permission for
+    that, only the result and the stored chunks count.
+
+    Raises:
+        JobNotFound: Nothing is stored of it.
+        BusUnavailable: The server did not answer.
+    """
+    handle = Job(id=job, owner=owner, submission=submission)
+    ended = await _ended(bus, handle)
+    since = submission or (ended or 0) + 1
+    try:
+        queued = await _newest_queued(bus, handle, since)
+    except NotPermitted:
+        return handle if ended is None or submission else msgspec.structs.replace(handle, submission=ended)
+    if queued is not None:
+        return queued
+    # It may have ended between the two looks.
+    ended = ended or await _ended(bus, handle)
+    if ended is None:
+        which = job if submission is None else f"{job}, submission {submission},"
+        raise JobNotFound(f"there is no job {which} of the owner {owner}: neither queued nor ended")
+    return handle if submission else msgspec.structs.replace(handle, submission=ended)
+
+
+async def _ended(bus: Bus, handle: Job) -> int | None:
+    """The submission of the newest stored result or chunk, if it belongs to this job."""
+    subjects = bus.subjects
+    for stream_name, subject in (
+        (layout.RESULTS, subjects.result(handle.owner, handle.id)),
+        (layout.STREAM, subjects.stream(handle.owner, handle.id)),
+    ):
+        try:
+            stored = await JetStream(bus).last(stream_name, subject)
+        except ApiError as error:
+            if error.status != NOT_FOUND:
+                raise
+            continue
+        if stored is not None and handle.matches(stored.headers):
+            return submission_of(stored.headers)
+    return None
+
+
+async def _newest_queued(bus: Bus, handle: Job, since: int) -> Job | None:
+    newest: Job | None = None
+    subject = f"{bus.subjects.all('jobs').removesuffix('>')}*.*.{escape(handle.owner)}.*"
+    try:
+        async for page, _ in browse.pages(bus, layout.JOBS, subject, first=since):
+            for stored in page:
+                if job_id(stored) == handle.id and handle.submission in (None, stored.sequence):
+                    model = bus.subjects.parse_job(stored.subject).model
+                    newest = msgspec.structs.replace(handle, submission=stored.sequence, model=model)
+    except ApiError as error:
+        if error.status != NOT_FOUND:
+            raise
+    return newest
 
 
 async def publish_cancel(bus: Bus, job: Job) -> None:

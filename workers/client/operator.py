@@ -17,15 +17,16 @@ from typing import Final
 import msgspec
 
 from inferbus.schemas import headers
-from inferbus.schemas.errors import BusUnavailable, InferbusError, InvalidSubject
-from inferbus.schemas.subjects import CLASSES, JobClass, escape
+from inferbus.schemas.errors import BusUnavailable, InferbusError, InvalidSubject, ModelNotFound
+from inferbus.schemas.subjects import CLASSES, JobClass, escape, unescape
 from inferbus.workers.bus.connection.bus import Bus
-from inferbus.workers.bus.errors import CONSUMER_NOT_FOUND, NOT_FOUND, ApiError
+from inferbus.workers.bus.errors import NOT_FOUND, ApiError
 from inferbus.workers.bus.interface import Stored
 from inferbus.workers.bus.jetstream import browse, layout
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.client.jobs import Job, publish_cancel, publish_job
 from inferbus.workers.client.messages import parse_result, submission_of
+from inferbus.workers.client.models import never_served
 from inferbus.workers.client.records import (
     NO_END,
     CancelMark,
@@ -224,9 +225,40 @@ class Operator:
             attempts=max(attempts, default=0) or None,
         )
 
-    async def cancel(self, owner: str, name: str) -> None:
-        """Stops every submission of a job up to now."""
+    async def owners(self, name: str) -> list[str]:
+        """The owners who have a job of this id: queued, dead, or with a stored result.
+
+        Raises:
+            BusUnavailable: JetStream is off, or may not be asked; says which.
+        """
+        found = {job.owner for job in (await self.jobs())[0] if job.job == name}
+        found |= {letter.owner async for letter in self.dead_letters() if letter.job == name and letter.owner}
+        results = self._bus.subjects.result("any", name).replace(".any.", ".*.")
+        for stored in await JetStream(self._bus).read(layout.RESULTS, results):
+            found.add(unescape(stored.subject.split(".")[-2]))
+        return sorted(found)
+
+    async def cancel(self, owner: str, name: str) -> list[QueuedJob]:
+        """Stops every submission of a job up to now.
+
+        Workers stop what runs, and discard what they take later. A queued job for a model and class that no
+        worker has ever served is removed instead.
+
+        Returns:
+            The jobs that were removed.
+        """
         await publish_cancel(self._bus, Job(id=name, owner=owner))
+        try:
+            queued, _ = await self.jobs(owner=owner)
+        except BusUnavailable:
+            return []  # A user who may only cancel.
+        return [
+            job
+            for job in queued
+            if job.job == name
+            and await never_served(self._bus, job.model, [job.job_class])
+            and await browse.remove(self._bus, layout.JOBS, job.submission)
+        ]
 
     async def pause(
         self, model: str, *, job_class: JobClass | None = None, seconds: float | None = None
@@ -242,7 +274,8 @@ class Operator:
             Its queues afterwards.
 
         Raises:
-            BusUnavailable: There is no such queue, or the server does not allow it.
+            ModelNotFound: There is no such queue.
+            BusUnavailable: The server does not allow it.
         """
         if seconds is None:
             seconds = NO_END.total_seconds()
@@ -309,10 +342,11 @@ class Operator:
         infos = await browse.consumers(self._bus, layout.JOBS)
         paused = [info for info in infos if info["name"] in names]
         if not paused:
-            raise ApiError(
-                f"no worker has ever served {job_class or 'durable'} jobs of {model}: there is no queue",
-                status=NOT_FOUND,
-                err_code=CONSUMER_NOT_FOUND,
+            known = sorted({queue.model for queue in await self.queues(job_class=job_class)})
+            raise ModelNotFound(
+                f"no worker has ever served {job_class or 'durable'} jobs of {model}; "
+                f"there are queues of: {', '.join(known) or 'no model'}",
+                param="model",
             )
         for info in paused:
             until = None if span is None else browse.server_time(info) + span

@@ -64,6 +64,8 @@ class LocalStack:
         role_flags: SGLang's flags for one role, after `flags`.
         own_flags: SGLang's flags for each of `roles`, in their order, after those.
         env: Variables for the workers; None takes one away.
+        metrics_port: Port for the metrics of the first worker; each further one takes the next. 0: free ones;
+            None: no metrics.
         scripted: A script to replay instead of running SGLang; `model_path` is not used then.
         directory: For logs and streams; temporary by default.
         port: NATS port; 0 takes a free one.
@@ -82,6 +84,7 @@ class LocalStack:
         role_flags: Mapping[Role, Sequence[str]] | None = None,
         own_flags: Sequence[Sequence[str]] = (),
         env: Mapping[str, str | None] | None = None,
+        metrics_port: int | None = None,
         scripted: Path | None = None,
         directory: Path | None = None,
         port: int = 0,
@@ -100,6 +103,7 @@ class LocalStack:
         self._role_flags = role_flags or {}
         self._own_flags = own_flags or [()] * len(roles)
         self._env = env or {}
+        self._metrics_port = metrics_port
         self._scripted = scripted
         self._ready_timeout = ready_timeout
         self._report = report or _silent
@@ -190,7 +194,15 @@ class LocalStack:
             # Determining it would need a network.
             "SGLANG_HOST_IP": HOST,
             **self._env,
+            **self._metrics(),
         }
+
+    def _metrics(self) -> dict[str, str]:
+        port = self._metrics_port
+        if port is None:
+            return {}
+        # Every worker is added after its environment is made.
+        return {f"{ENVIRONMENT}METRICS_PORT": str(port + len(self.workers) if port else 0)}
 
     async def _ready(self, started: float, workers: Mapping[str, Child]) -> None:
         """Waits until each of these has announced itself."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import subprocess
 import sys
 import tomllib
@@ -39,6 +40,7 @@ from inferbus.workers.cli.running import (
 from inferbus.workers.client import TimedOut
 from inferbus.workers.config import Settings, options
 
+NOBODY = ["--nats-url", "nats://127.0.0.1:1"]
 COMMANDS = inferbus.list_commands(click.Context(inferbus))
 
 
@@ -230,11 +232,126 @@ def test_wrong_usage_is_a_line_and_the_code_2(
     assert told.out == ""
 
 
-def test_a_body_that_is_no_object_is_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    body = tmp_path / "body"
-    body.write_text("[1, 2")
-    assert main(["submit", "chat", "m", str(body)]) == 2
-    assert "not valid application/json" in capsys.readouterr().err
+BATCH_LINE = b'{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": []}}'
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"[1, 2", "not valid application/json"),
+        (b" \n\n", "the body is empty"),
+        (b'{"a": 1}\n{"b": 2}\n', "submit the lines one by one"),
+        (BATCH_LINE + b"\n" + BATCH_LINE, "submit the lines one by one"),
+        (BATCH_LINE, "the body is a line of a batch file"),
+        ('{"a": 1}'.encode("utf-16"), "the body is UTF-16"),
+        (b'{"a": "\xff"}', "not valid application/json: Invalid UTF-8"),
+    ],
+)
+@pytest.mark.parametrize("way", ["file", "@file", "stdin"])
+def test_a_body_that_is_no_job_says_what_it_is(
+    body: bytes,
+    said: str,
+    way: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = tmp_path / "body"
+    file.write_bytes(body)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(body)))
+    argument = {"file": str(file), "@file": f"@{file}", "stdin": "-"}[way]
+    assert main(["submit", "chat", "m", argument, *NOBODY]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("way", ["file", "inline"])
+def test_a_body_may_begin_with_a_byte_order_mark_or_be_the_argument(
+    way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "body"
+    file.write_bytes(b"\xef\xbb\xbf{}")
+    assert main(["submit", "chat", "m", str(file) if way == "file" else '{"messages": []}', *NOBODY]) == 3
+
+
+def test_a_text_that_names_a_file_is_not_sent_by_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "question.txt"
+    file.write_text("Where?")
+    assert main(["chat", "m", str(file), *NOBODY]) == 2
+    assert f"{file} is a file: @{file} sends its content" in capsys.readouterr().err
+    assert main(["chat", "m", f"@{file}.gone", *NOBODY]) == 2
+    assert main(["chat", "m", f"@{file}", *NOBODY]) == 3
+    assert main(["chat", "m", f"what is in {file}?", *NOBODY]) == 3
+
+
+def test_bytes_that_are_no_text_are_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))
+    assert main(["chat", "m", "-", *NOBODY]) == 2
+    assert "standard input is not UTF-8 text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["chat", "BYTES", "Hi"],
+        ["chat", "m", "BYTES"],
+        ["chat", "m", "@BYTES"],
+        ["chat", "m", "Hi", "--param", "BYTES=1"],
+        ["chat", "m", "Hi", "--param", "a=BYTES"],
+        ["tokens", "m", "BYTES"],
+        ["submit", "chat", "m", "BYTES"],
+        ["submit", "chat", "m", "{}", "--owner", "BYTES"],
+        ["submit", "chat", "m", '{"a": "BYTES"}'],
+        ["result", "BYTES"],
+        ["jobs", "show", "BYTES"],
+        ["pause", "BYTES"],
+        ["workers", "--nats-url", "BYTES"],
+        ["workers", "--nats-url", "nats://BYTES:1"],
+        ["workers", "--nats-user", "BYTES", "--nats-password", "p"],
+        ["workers", "--config", "BYTES"],
+        ["BYTES"],
+    ],
+    ids=" ".join,
+)
+def test_bytes_in_arguments_are_no_traceback(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [argument.replace("BYTES", "\udcff") for argument in arguments]
+    assert main([*given, *(() if "--nats-url" in given or len(given) == 1 else NOBODY)]) in (1, 2, 3)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_model_is_an_argument_and_the_option_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--model", "m", "Hi"]) == 2
+    assert "the model is an argument: inferbus chat MODEL TEXT" in capsys.readouterr().err
+
+
+def test_unknown_variables_are_warned_of(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INFERBUS_SLOTZ", "3")
+    main(["config"])
+    assert "inferbus: warning: unknown variable INFERBUS_SLOTZ; did you mean" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--tp", "2"], "scripted workers take no SGLang flags: --tp 2"),
+        (["--slots", "-1"], "worker.slots"),
+        (["--worker", "w1"], "--worker names one worker"),
+    ],
+)
+def test_what_up_cannot_pass_on_is_refused(
+    flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "s.toml"
+    script.write_text("")
+    assert main(["up", "--scripted", str(script), *flags]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_parameters_are_json_or_text() -> None:

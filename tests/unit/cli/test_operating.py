@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ NOBODY = ["--nats-url", "nats://127.0.0.1:1"]
         ["jobs"],
         ["jobs", "ls", "--class", "urgent"],
         ["jobs", "ls", "--limit", "-1"],
-        ["jobs", "show", "acme"],
+        ["jobs", "show", "acme", "j", "k"],
         ["jobs", "cancel", "acme"],
         ["pause"],
         ["pause", "m", "--for", "soon"],
@@ -123,6 +124,19 @@ def test_sizes_are_in_binary_units(count: int, shown: str) -> None:
 def test_a_moment_is_in_utc() -> None:
     zone = dt.timezone(dt.timedelta(hours=2))
     assert moment(dt.datetime(2030, 1, 2, 3, 4, 5, 6, zone)) == "2030-01-02T01:04:05Z"
+
+
+def test_a_table_that_is_too_wide_for_the_terminal_becomes_blocks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    print_table(("model", "worker"), [("llama", "w1"), ("x" * 78, "w2"), (None, "w3")])
+    assert capsys.readouterr().out == (
+        f"model   llama\nworker  w1\n\nmodel   {'x' * 78}\nworker  w2\n\nworker  w3\n"
+    )
+    print_table(("model", "worker"), [("llama", "w1")])
+    assert capsys.readouterr().out == "model  worker\nllama  w1\n"
 
 
 def test_a_name_cannot_do_anything_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -208,6 +208,15 @@ class Bus:
             NotPermitted: Naming the subject.
             InvalidSubject: Not a subject that can be subscribed to.
         """
+        # Apart from the caller's task: nats-py would swallow its cancellation, and the subscription stay.
+        opening = asyncio.ensure_future(self._subscribe(subject, callback, queue))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(_abandon)
+            raise
+
+    async def _subscribe(self, subject: str, callback: Callback, queue: str) -> Subscription:
         subscription = await self._subscriptions.open(check_filter(subject), queue, callback)
         self._permissions.allow_subscription(subject)
         try:
@@ -360,3 +369,8 @@ class Bus:
 
     async def _on_closed(self) -> None:
         await self._fail(str(self._client.last_error or "the client closed the connection"))
+
+
+def _abandon(opening: asyncio.Future[Subscription]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().abandon()

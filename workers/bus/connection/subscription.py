@@ -49,6 +49,12 @@ class Subscription:
         if sub is not None:
             await self._subscriptions.end(sub)
 
+    def abandon(self) -> None:
+        """Unsubscribes without waiting; later messages are dropped."""
+        sub, self._sub = self._sub, None
+        if sub is not None:
+            self._subscriptions.abandon(sub)
+
     def forget(self) -> None:
         """Ends it on this side only; a reconnection does not make it again."""
         sub, self._sub = self._sub, None
@@ -79,6 +85,7 @@ class Subscriptions:
         self._flush = flush
         self._failed = failed
         self._lingering: dict[Any, asyncio.TimerHandle] = {}
+        self._abandoned: set[asyncio.Task[None]] = set()
 
     async def open(self, subject: str, queue: str, callback: Callback) -> Subscription:
         """Subscribes; the server may not know yet.
@@ -99,6 +106,12 @@ class Subscriptions:
         except nats.errors.Error as error:
             raise BusUnavailable(f"cannot subscribe to {subject}: {error}") from error
         return Subscription(self, sub, subject, queue)
+
+    def abandon(self, sub: Any) -> None:
+        """Unsubscribes in the background."""
+        task = asyncio.ensure_future(self.end(sub))
+        self._abandoned.add(task)
+        task.add_done_callback(self._abandoned.discard)
 
     async def end(self, sub: Any) -> None:
         """Unsubscribes while connected, then waits a while; else forgets it, so that it is not made again."""

@@ -54,7 +54,7 @@ async def _ask(bus: Bus, stream: str, what: str, body: dict[str, Any] | None = N
 
 
 async def pages(
-    bus: Bus, stream: str, subject: str, *, most: int | None = None
+    bus: Bus, stream: str, subject: str, *, first: int = 1, most: int | None = None
 ) -> AsyncIterator[tuple[list[Stored], int]]:
     """The messages of a subject, oldest first, page by page, each with the number of messages beyond it.
 
@@ -62,13 +62,14 @@ async def pages(
         bus: The connection.
         stream: Of this stream.
         subject: May hold wildcards.
+        first: The stream sequence to begin at.
         most: No more messages than this.
 
     Raises:
         NotPermitted: Naming the subject.
         BusUnavailable: The server did not answer.
     """
-    taken, first = 0, 1
+    taken = 0
     while most is None or taken < most:
         batch = None if most is None else most - taken
         page, beyond = await JetStream(bus).page(stream, subject, first=first, batch=batch)
