@@ -172,7 +172,7 @@ class Admission:
         self.no_room = asyncio.Event()
         self._listeners: list[Callable[[], None]] = []
         self._clock = clock
-        self._job_slots = max(1, budget.slots - math.floor(budget.slots * budget.live_share))
+        self._job_slots = max(1, budget.slots - round(budget.slots * budget.live_share))
         self._job_tokens = budget.kv_tokens - math.floor(budget.kv_tokens * budget.live_share)
         self._expectations = {name: Expectation() for name in ORDER}
         self._held: dict[HeldPermit, None] = {}
