@@ -3,7 +3,7 @@
 StackError
 ├── BinaryNotFound    no nats-server program on this machine
 ├── ServerTooOld      a nats-server below the supported version
-├── PortInUse         somebody else listens where the server should
+├── PortInUse         the server's port is taken
 ├── ProcessExited     a child process ended before it was ready
 ├── ProcessNotReady   a child process lives, but did not become ready in time
 ├── WorkerFailed      a worker could not start, and said why
