@@ -30,7 +30,7 @@ SETTINGS: Final = {
     "ANNOUNCE_INTERVAL": "0.5",
     # Less than the longest jobs take, so that some are handed back.
     "GRACE": "1",
-    "MAX_DELIVER": str(ATTEMPTS),
+    "MAX_ATTEMPTS": str(ATTEMPTS),
     "SLOTS": "32",
 }
 PAUSE: Final = (0.1, 1.0)

@@ -66,14 +66,21 @@ class AnswerSoFar:
 
     def prefix(self) -> DeliveredPrefix:
         """A copy, to be removed from what follows."""
-        return DeliveredPrefix({choice.get("index", 0): choice for choice in self.choices()})
+        choices = {choice.get("index", 0): choice for choice in self.choices()}
+        return DeliveredPrefix(choices, usage=self.usage is not None)
 
 
 class DeliveredPrefix:
-    """The part of a repeated answer that the user has received already."""
+    """The part of a repeated answer that the user has received already.
 
-    def __init__(self, choices: dict[int, dict[str, Any]]) -> None:
+    Args:
+        choices: By their index.
+        usage: Whether the usage was received as well.
+    """
+
+    def __init__(self, choices: dict[int, dict[str, Any]], *, usage: bool = False) -> None:
         self._rest = choices
+        self._usage = usage
 
     @property
     def covered(self) -> bool:
@@ -95,7 +102,7 @@ class DeliveredPrefix:
                 raise Diverged
             if new:
                 kept.append(left)
-        if not kept and (choices or frame.get("usage") is None):
+        if not kept and (choices or frame.get("usage") is None or self._usage):
             return None
         return _unsplit(chunk, frame, kept)
 

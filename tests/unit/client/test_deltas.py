@@ -187,3 +187,16 @@ def test_a_long_answer_is_put_together_in_linear_time() -> None:
     answer = to_answer(got)
     assert isinstance(answer, dict)
     assert len(answer["choices"][0]["message"]["content"]) == 250_000
+
+
+@given(ANSWERS)
+def test_nothing_of_an_answer_that_was_delivered_is_delivered_again(answer: Answer) -> None:
+    delivered = AnswerSoFar()
+    for chunk in to_chunks(answer):
+        delivered.add(chunk)
+    prefix = delivered.prefix()
+    assert [prefix.trim(chunk) for chunk in to_chunks(answer) if _only_usage(chunk)] in ([], [None])
+
+
+def _only_usage(chunk: Any) -> bool:
+    return isinstance(chunk, dict) and not chunk["choices"]
