@@ -21,8 +21,9 @@ from typing import Any, Final
 
 import msgspec
 
-from benchmarks.load import encode
+from benchmarks.load import LoadFailed, encode
 from benchmarks.machine import Watch
+from benchmarks.readings import Taken
 from benchmarks.workload import Plan, Reading, Shape
 from inferbus.workers.engine.sglang import options
 
@@ -57,6 +58,25 @@ class Bare:
     def shutdown(self) -> None:
         """Ends it."""
         self._engine.shutdown()
+
+    async def whole(self, bodies: list[dict[str, Any]]) -> Taken:
+        """Answers all of these requests for tokens, given to the engine as one list.
+
+        Raises:
+            LoadFailed: An answer was not whole.
+        """
+        sampling = [
+            {"max_new_tokens": body["max_tokens"], "temperature": 0.0, "ignore_eos": True} for body in bodies
+        ]
+        started = time.perf_counter()
+        answers = await self._engine.async_generate(
+            input_ids=[body["token_ids"] for body in bodies], sampling_params=sampling
+        )
+        seconds = time.perf_counter() - started
+        tokens = sum(answer["meta_info"]["completion_tokens"] for answer in answers)
+        if tokens != sum(body["max_tokens"] for body in bodies):
+            raise LoadFailed(f"{tokens} tokens came of {len(bodies)} requests")
+        return Taken(seconds=seconds, tokens=tokens)
 
     async def tokens(self, body: bytes) -> AsyncIterator[Any]:
         """Asks for tokens."""

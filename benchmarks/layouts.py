@@ -271,6 +271,7 @@ class FleetLayout:
 
     async def take(self, item: Item, number: int) -> Taken:
         """Measures."""
+        assert self._client is not None
         bodies = item.bodies(self._plan, number)
         sessions = [self._stack.server.child.pid, *(each.pid for each in self._stack.workers.values())]
         if self._prefills is not None:
@@ -278,7 +279,7 @@ class FleetLayout:
             self._prefills.handoffs(self._plan.prompt, None)
         with Watch({"main": self.pid}, sessions=sessions) as watch:
             if item.what in ("jobs", "whole"):
-                taken = await self._jobs(item, bodies)
+                taken = await run_jobs(self._client, bodies, streamed=item.what == "jobs")
             else:
                 taken = await asyncio.to_thread(self._live, item, [encode(body) for body in bodies], number)
         taken.cpu, taken.others, taken.stolen = watch.cpu["main"], watch.others, watch.stolen
@@ -299,32 +300,44 @@ class FleetLayout:
             tally = wire.run(subject, bodies, concurrency=item.concurrency, moments=moments)
             return _of_tally(tally, len(bodies) * self._plan.answer, list(moments.values()))
 
-    async def _jobs(self, item: Item, bodies: list[dict[str, Any]]) -> Taken:
-        """Durable jobs, all handed in at once; over when the last result is stored."""
-        assert self._client is not None
-        client, arrived, done = self._client, list[Any](), asyncio.Event()
 
-        def received(message: Any) -> None:
-            arrived.append(message)
-            if len(arrived) == len(bodies):
-                done.set()
+async def run_jobs(
+    client: Client, bodies: list[dict[str, Any]], *, streamed: bool, seconds: float = ITEM_SECONDS
+) -> Taken:
+    """Durable jobs for tokens, all handed in at once; over when the last result is stored.
 
-        subscription = await client.bus.subscribe(f"infer.results.{escape('bench')}.*", received)
-        try:
-            await client.bus.flush()
-            started = time.perf_counter()
-            streamed = item.what == "jobs"
-            await asyncio.gather(*(client.submit("tokens", MODEL, body, stream=streamed) for body in bodies))
-            await asyncio.wait_for(done.wait(), ITEM_SECONDS)
-            seconds = time.perf_counter() - started
-        finally:
-            await subscription.unsubscribe()
-        results = [parse_result(message.data, message.headers) for message in arrived]
-        tokens = sum(map(_tokens, results))
-        again = sum(result.attempt > 1 for result in results)
-        if tokens != len(bodies) * self._plan.answer or again:
-            raise LoadFailed(f"{tokens} tokens came of {len(bodies)} jobs, {again} of them tried again")
-        return Taken(seconds=seconds, tokens=tokens)
+    Args:
+        client: Whose jobs they are.
+        bodies: Requests that ignore the model's end.
+        streamed: Whether their chunks are stored, too.
+        seconds: That they may take after they were handed in.
+
+    Raises:
+        LoadFailed: A job failed, was tried again, or has not all of its tokens.
+        TimeoutError: They took longer.
+    """
+    arrived, done = list[Any](), asyncio.Event()
+
+    def received(message: Any) -> None:
+        arrived.append(message)
+        if len(arrived) == len(bodies):
+            done.set()
+
+    subscription = await client.bus.subscribe(f"infer.results.{escape(client.owner)}.*", received)
+    try:
+        await client.bus.flush()
+        started = time.perf_counter()
+        await asyncio.gather(*(client.submit("tokens", MODEL, body, stream=streamed) for body in bodies))
+        await asyncio.wait_for(done.wait(), seconds)
+        seconds = time.perf_counter() - started
+    finally:
+        await subscription.unsubscribe()
+    results = [parse_result(message.data, message.headers) for message in arrived]
+    tokens = sum(map(_tokens, results))
+    again = sum(result.attempt > 1 for result in results)
+    if tokens != sum(body["max_tokens"] for body in bodies) or again:
+        raise LoadFailed(f"{tokens} tokens came of {len(bodies)} jobs, {again} of them tried again")
+    return Taken(seconds=seconds, tokens=tokens)
 
 
 def _running(child: Child | None) -> Child:

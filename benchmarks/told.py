@@ -53,21 +53,9 @@ class Told(Bare):
                 case "paced":
                     taken = await self._paced(item, [encode(body) for body in bodies], item.due(number))
                 case _:
-                    taken = await self._offline(bodies)
+                    taken = await self.whole(bodies)
         taken.cpu, taken.others, taken.stolen = watch.cpu["main"], watch.others, watch.stolen
         return taken
-
-    async def _offline(self, bodies: list[dict[str, Any]]) -> Taken:
-        sampling = {"max_new_tokens": self._plan.answer, "temperature": 0.0, "ignore_eos": True}
-        started = time.perf_counter()
-        answers = await self._engine.async_generate(
-            input_ids=[body["token_ids"] for body in bodies], sampling_params=sampling
-        )
-        seconds = time.perf_counter() - started
-        tokens = sum(answer["meta_info"]["completion_tokens"] for answer in answers)
-        if tokens != len(bodies) * self._plan.answer:
-            raise LoadFailed(f"{tokens} tokens came of {len(bodies)} requests")
-        return Taken(seconds=seconds, tokens=tokens)
 
     async def _streams(self, item: Item, bodies: list[bytes]) -> Taken:
         taken = Taken(seconds=0.0, tokens=len(bodies) * self._plan.answer)
