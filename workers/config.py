@@ -158,7 +158,7 @@ class WorkerSettings(_Section, frozen=True, kw_only=True):
     ] = 0
     live_share: Annotated[
         float, Meta(description="Share of slots and KV tokens that jobs leave to live requests.", ge=0, le=1)
-    ] = 0.1
+    ] = 0.25
     classes: Annotated[
         dict[str, Annotated[int, Meta(ge=1, le=1000)]],
         Meta(description="Job classes with their weights, as interactive:4,batch:1.", min_length=1),
