@@ -12,16 +12,12 @@ import msgspec
 from inferbus.workers.admission import LIVE, Admission, Budget, HeldPermit, ServiceClass, engine_priority
 from inferbus.workers.bus.queue.fairness import Fair
 from tests.simulation.scheduler import Engine, Request, Spec, Step
-from tests.support.virtual import Loop, Time
 
 PULL: Final = 0.001
 """Seconds from asking for a job to having it."""
 
 PREPARE: Final = 0.0005
 """Seconds of checking and tokenising."""
-
-LONGEST: Final = 100_000.0
-"""Virtual seconds within which everything must have ended."""
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -142,6 +138,7 @@ class Worker:
             served.retractions = request.retractions
             if served.tokens == shape.answer:
                 served.last = loop.time() - served.arrived
+                permit.finished()
                 done.set_result(None)
 
         priority = engine_priority(permit.service_class, None)
@@ -164,18 +161,3 @@ class Worker:
         self.longest_queue = max(self.longest_queue, self.engine.scheduler.queued_tokens)
         if step.unused and not step.lacks_kv and any(self.queues.values()):
             self.idle_steps.append(len(self.steps))
-
-
-def in_virtual_time(program: Coroutine[None, None, None]) -> float:
-    """Runs a program to its end; virtual seconds that it took."""
-    time = Time()
-    loop = Loop(time)
-    task = loop.create_task(program)
-    try:
-        time.run(LONGEST, until=task.done)
-        if not task.done():
-            raise AssertionError("something never ends")
-        task.result()
-        return time.now
-    finally:
-        loop.end()

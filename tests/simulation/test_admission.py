@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from inferbus.workers.admission import BATCH, INTERACTIVE, LIVE, Admission, Budget, ServiceClass
 from tests.simulation.scheduler import Engine, Request, Spec
-from tests.simulation.serving import Shape, Worker, in_virtual_time
+from tests.simulation.serving import Shape, Worker
+from tests.support.virtual import in_virtual_time
 
 WEIGHTS: Final[Mapping[ServiceClass, int]] = {INTERACTIVE: 4, BATCH: 1}
 FIXED: Final = Shape(512, 128, 128)

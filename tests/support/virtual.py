@@ -12,10 +12,13 @@ import datetime as dt
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 EPOCH: Final = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
+LONGEST: Final = 100_000.0
+"""Virtual seconds within which a program must have ended."""
+
 TURNS: Final = 1_000_000
 """Turns of all loops together after which something runs in circles."""
 
@@ -142,3 +145,18 @@ class Loop(asyncio.BaseEventLoop):
 
     def _write_to_self(self) -> None:
         pass
+
+
+def in_virtual_time(program: Coroutine[None, None, None]) -> float:
+    """Runs a program to its end; virtual seconds that it took."""
+    time = Time()
+    loop = Loop(time)
+    task = loop.create_task(program)
+    try:
+        time.run(LONGEST, until=task.done)
+        if not task.done():
+            raise AssertionError("something never ends")
+        task.result()
+        return time.now
+    finally:
+        loop.end()

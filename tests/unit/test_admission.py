@@ -19,6 +19,7 @@ from inferbus.workers.admission import (
     Budget,
     HeldPermit,
     ServiceClass,
+    class_of,
     engine_priority,
 )
 from inferbus.workers.admission.classes import PREEMPTION_THRESHOLD
@@ -338,3 +339,31 @@ async def test_every_change_is_told() -> None:
     assert live is not None
     live.close()
     assert seen == [1, 0]
+
+
+async def test_what_answers_need_is_learned_from_those_that_ended_and_not_from_cancelled_ones() -> None:
+    held = admission()
+
+    async def answered(*, to_its_end: bool) -> None:
+        permit = await entered(held, BATCH, 100, 1000)
+        permit.first_token()
+        permit.generated(10)
+        if to_its_end:
+            permit.finished()
+        permit.close()
+
+    for _ in range(50):
+        await answered(to_its_end=False)
+    cautious = await entered(held, BATCH, 100, 1000)
+    assert held.kv_forecast == 1100
+    cautious.close()
+    for _ in range(50):
+        await answered(to_its_end=True)
+    await entered(held, BATCH, 100, 1000)
+    assert held.kv_forecast < 300
+
+
+@pytest.mark.parametrize("service_class", [LIVE, INTERACTIVE, BATCH])
+@pytest.mark.parametrize("own", [None, 0, -(10**9), 10**9])
+def test_the_class_can_be_read_from_an_engine_priority(service_class: ServiceClass, own: int | None) -> None:
+    assert class_of(engine_priority(service_class, own)) == service_class

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from inferbus.schemas.requests import parse
+from inferbus.workers.admission import BATCH, INTERACTIVE, LIVE, Permit, ServiceClass, engine_priority
 from inferbus.workers.bus.interface import Broker
 from inferbus.workers.engine.interface import Leg
 from inferbus.workers.engine.scripted import Script, ScriptedEngine
@@ -34,7 +35,9 @@ class Nowhere:
         """Forgets it."""
 
 
-async def asked(*, stream: bool, submission: int | None, **body: Any) -> list[Leg]:
+async def asked(
+    *, stream: bool, submission: int | None, permit: Permit | None = None, **body: Any
+) -> list[Leg]:
     """The legs that a request became."""
     legs: list[Leg] = []
     alone = Alone(ScriptedEngine(Script()))
@@ -43,12 +46,12 @@ async def asked(*, stream: bool, submission: int | None, **body: Any) -> list[Le
         legs.append(leg)
         return alone(leg, job)
 
-    await answered(run, stream=stream, submission=submission, **body)
+    await answered(run, stream=stream, submission=submission, permit=permit, **body)
     return legs
 
 
 async def answered(
-    run: RunLeg, *, stream: bool, submission: int | None = None, **body: Any
+    run: RunLeg, *, stream: bool, submission: int | None = None, permit: Permit | None = None, **body: Any
 ) -> tuple[Reply, bytes]:
     """One attempt at a request; its reply, and its answer as a whole."""
     attempt = Attempt(
@@ -64,7 +67,7 @@ async def answered(
     )
     request = parse("tokens", {"token_ids": [1, 2], "max_tokens": 4, "stream": stream, **body})
     reply = Reply(cast(Broker, Nowhere()), attempt, Served(worker="w"))
-    work = Work(attempt=attempt, request=request, reply=reply)
+    work = Work(attempt=attempt, request=request, reply=reply, permit=permit or Permit())
     return reply, await Answering(ScriptedEngine(Script()), run)(work)
 
 
@@ -91,3 +94,9 @@ async def test_usage_counts_what_the_prefill_worker_had_cached_and_the_end_mark_
     reply, body = await answered(paired, stream=False)
     assert msgspec.json.decode(body)["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
     assert reply.served.prefill == "p1"
+
+
+@pytest.mark.parametrize("service_class", [LIVE, INTERACTIVE, BATCH])
+async def test_the_engine_is_asked_with_the_priority_of_the_class(service_class: ServiceClass) -> None:
+    legs = await asked(stream=True, submission=7, permit=Permit(service_class), n=2)
+    assert [leg.options["priority"] for leg in legs] == [engine_priority(service_class, None)] * 2

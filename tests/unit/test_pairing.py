@@ -25,6 +25,7 @@ from inferbus.workers.pairing.handoff import Handoffs
 from inferbus.workers.pairing.legs import Paired, RunLeg, RunningLeg, generate
 from inferbus.workers.pairing.picker import PREFIX_TOKENS, Picker
 from tests.support.eventually import eventually
+from tests.support.virtual import in_virtual_time
 
 SIGNATURE = Signature(
     model="m",
@@ -80,12 +81,17 @@ class FakeTransport:
         self.asked: list[tuple[str, handoff.Prefill]] = []
         self.aborted: list[str] = []
         self.open: set[str] = set()
+        self.answers: dict[str, asyncio.Queue[bytes | None]] = {}
+
+    def tell(self, rid: str, answer: handoff.FromPrefill | None) -> None:
+        self.answers[rid].put_nowait(None if answer is None else codec.encode(answer, codec.MSGPACK))
 
     def request(self, worker: WorkerInfo, body: bytes, answers: asyncio.Queue[bytes | None]) -> str:
         order = msgspec.msgpack.decode(body, type=handoff.Prefill)
         self.asked.append((worker.worker, order))
+        self.answers[order.rid] = answers
         for answer in self.answer(order, worker.worker):
-            answers.put_nowait(None if answer is None else codec.encode(answer, codec.MSGPACK))
+            self.tell(order.rid, answer)
         self.open.add(order.rid)
         return order.rid
 
@@ -324,6 +330,35 @@ async def test_prefill_that_never_finishes_is_given_up_and_aborted() -> None:
     engine.hold.clear()
     with pytest.raises(PrefillFailed):
         await run(paired(engine, transport, "p1", timeout=0.02))
+
+
+def test_a_hand_off_that_waits_at_prefill_does_not_time_out_and_holds_nothing_at_decode() -> None:
+    async def program() -> None:
+        engine, transport = FakeEngine(), FakeTransport(always(handoff.Queued(worker="p1")))
+        running = asyncio.create_task(run(paired(engine, transport, "p1")))
+        for _ in range(100):
+            await asyncio.sleep(handoff.QUEUED_EVERY)
+            [(_, order)] = transport.asked
+            transport.tell(order.rid, handoff.Queued(worker="p1"))
+        assert not engine.legs
+        for answer in done(order, "p1"):
+            transport.tell(order.rid, answer)
+        assert [delta.token_ids for delta in await running] == [[0], [1]]
+
+    assert in_virtual_time(program()) >= 100 * handoff.QUEUED_EVERY
+
+
+def test_a_hand_off_whose_prefill_falls_silent_while_it_waits_is_tried_elsewhere() -> None:
+    async def program() -> None:
+        def answer(order: handoff.Prefill, worker: str) -> list[handoff.FromPrefill | None]:
+            return done(order, worker) if len(transport.asked) > 1 else [handoff.Queued(worker=worker)]
+
+        transport = FakeTransport(answer)
+        assert len(await run(paired(FakeEngine(), transport, "p1", "p2"))) == 2
+        first, second = (worker for worker, _ in transport.asked)
+        assert first != second
+
+    in_virtual_time(program())
 
 
 async def test_leaving_early_aborts_both_legs() -> None:

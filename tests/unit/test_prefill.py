@@ -10,6 +10,7 @@ import structlog
 
 from inferbus.schemas import codec, handoff
 from inferbus.schemas.subjects import Subjects
+from inferbus.workers.admission import BATCH, LIVE, Admission, Budget, ServiceClass, engine_priority
 from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.engine.scripted import Rule, Script, ScriptedEngine
 from inferbus.workers.jobs.settings import JobSettings
@@ -30,30 +31,33 @@ class _Bus:
 
     def __init__(self) -> None:
         self.said: list[handoff.FromPrefill] = []
+        self.told: dict[str, list[str]] = {}
 
     async def subscribe(self, subject: str, callback: Any) -> None:
         self.deliver = callback
 
     def send(self, subject: str, data: bytes) -> None:
-        self.said.append(msgspec.msgpack.decode(data, type=handoff.FromPrefill))
+        answer = msgspec.msgpack.decode(data, type=handoff.FromPrefill)
+        self.said.append(answer)
+        self.told.setdefault(subject.removeprefix("_INBOX."), []).append(type(answer).__name__)
 
 
-def order_for(engine: ScriptedEngine) -> Message:
+def order_for(engine: ScriptedEngine, rid: str = RID, *, service_class: ServiceClass = LIVE) -> Message:
     """A hand-off of a prompt of one token."""
     signature = engine.info.signature
     assert signature is not None
     order = handoff.Prefill(
-        rid=RID,
+        rid=rid,
         room=1,
         token_ids=[1],
         sampling={},
-        options={},
+        options={"priority": engine_priority(service_class, None)},
         worker="d",
         job="j",
         signature=signature,
         timeout=20.0,
     )
-    return Message("s", codec.encode(order, codec.MSGPACK), {}, "_INBOX.x")
+    return Message("s", codec.encode(order, codec.MSGPACK), {}, f"_INBOX.{rid}")
 
 
 async def test_a_hand_off_that_is_done_tells_and_logs_what_its_transfer_took() -> None:
@@ -84,6 +88,27 @@ async def test_a_hand_off_whose_transfer_is_not_known_is_done_without_figures() 
     assert bus.said[1].transfer is None
     [event] = [each for each in events if each["event"] == "handoff.done"]
     assert not any(name.startswith("transfer") for name in event)
+
+
+async def test_a_prompt_beyond_the_window_waits_and_says_so_and_live_ones_overtake_it() -> None:
+    engine = ScriptedEngine(Script(rules=[Rule(first_delay=60.0)]), role="prefill")
+    budget = Budget(slots=9, kv_tokens=1000, window=1, staged=0, live_share=0.0)
+    bus = _Bus()
+    prefill = PrefillProgram(bus, engine, Admission(budget), SETTINGS, ENDPOINTS)  # type: ignore[arg-type]
+    await prefill.start()
+    first, job, live = (name * 32 for name in "abc")
+    for rid in (first, job):
+        bus.deliver(order_for(engine, rid, service_class=BATCH))
+    await eventually(lambda: bus.told == {first: ["Accepted"], job: ["Queued"]})
+    bus.deliver(order_for(engine, live))
+    await eventually(lambda: bus.told.get(live) == ["Accepted"])
+    for rid in (first, live):
+        assert bus.told[job] == ["Queued"]
+        bus.deliver(Message("s", codec.encode(handoff.Abort(rid=rid), codec.MSGPACK), {}, ""))
+        await eventually(lambda rid=rid: bus.told[rid] == ["Accepted", "Failed"])
+    await eventually(lambda: bus.told[job] == ["Queued", "Accepted"])
+    bus.deliver(Message("s", codec.encode(handoff.Abort(rid=job), codec.MSGPACK), {}, ""))
+    await eventually(lambda: not engine.running)
 
 
 @pytest.mark.parametrize("between", ["nothing", "a moment"])

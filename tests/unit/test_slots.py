@@ -8,7 +8,7 @@ import pytest
 
 from inferbus.schemas.errors import Cancelled, DeadlineExceeded, Draining
 from inferbus.schemas.subjects import JobKey
-from inferbus.workers.jobs.scope import Scope, Scopes
+from inferbus.workers.jobs.scope import EARLY_SECONDS, Scope, Scopes
 from tests.support import admitting
 
 KEY = JobKey("acme", "j")
@@ -131,6 +131,19 @@ async def test_a_live_request_whose_cancel_is_handled_first_does_not_begin() -> 
     scopes.add(scope)
     with pytest.raises(Cancelled, match="early"):
         await scope.run(forever())
+
+
+async def test_a_live_request_that_uses_the_id_of_a_cancelled_one_later_is_answered() -> None:
+    now = 100.0
+    scopes, scope = Scopes(clock=lambda: now), Scope(KEY, submission=None)
+    scopes.end_early(KEY, Cancelled("early"))
+    now += 2 * EARLY_SECONDS
+    scopes.add(scope)
+
+    async def answer() -> str:
+        return "answer"
+
+    assert await scope.run(answer()) == "answer"
 
 
 async def test_an_early_cancel_hits_one_live_request_and_no_job() -> None:

@@ -3,8 +3,8 @@
 Two budgets stand before the engine:
 
 * **Prompt window.** A prompt goes to the engine while fewer tokens than these are ahead of it: of prompts
-  that the engine has and that have no first token yet. SGLang plans a step while one runs, so with three
-  steps of tokens it always finds its next one full, and its own queue stays that short.
+  that the engine has and that have no first token yet. SGLang plans a step while one runs, so a few steps
+  of tokens keep its next one full, and its own queue stays that short.
   A live request counts live prompts only: SGLang orders its queue by priority, so jobs are not ahead of it.
 * **KV tokens.** The forecast peak of everything that runs (see `forecast`) stays within the KV cache. Jobs
   leave a share of it to live requests.
@@ -78,6 +78,7 @@ class HeldPermit(Permit):
         self._turn: asyncio.Future[None] | None = None
         self._admitted = False
         self._started = 0
+        self._finished = 0
         self._closed = False
 
     @property
@@ -124,6 +125,12 @@ class HeldPermit(Permit):
         """So many more tokens were generated, over all choices."""
         self._generated += tokens
 
+    def finished(self) -> None:
+        """One of its choices has come to its own end; a cancelled one never does."""
+        self._finished += 1
+        if self._finished == self._choices:
+            self._expectation.saw_answer(self._generated, self._allowed * self._choices)
+
     def retracted(self) -> None:
         """The engine took its KV cache away, and will compute it again."""
         self._expectation.retracted()
@@ -133,8 +140,6 @@ class HeldPermit(Permit):
         if self._closed:
             return
         self._closed = True
-        if self._admitted and self._generated:
-            self._expectation.saw_answer(self._generated, self._allowed * self._choices)
         self._admission._close(self)
 
     def _growth(self) -> tuple[int, int]:

@@ -37,6 +37,9 @@ class Permit:
     def generated(self, tokens: int) -> None:
         """So many more tokens were generated, over all choices."""
 
+    def finished(self) -> None:
+        """One of its choices has come to its own end; a cancelled one never does."""
+
     def retracted(self) -> None:
         """The engine took its KV cache away, and will compute it again."""
 

@@ -131,7 +131,7 @@ class Deliveries:
             log.error("job.unreadable", subject=message.subject, sequence=message.sequence, code=error.code)
             await delivery.term(error.code)
             return
-        job = HeldJob(self, delivery, envelope, permit or Permit())
+        job = HeldJob(self, delivery, envelope, permit)
         try:
             await job.handle()
         except BusUnavailable as error:
@@ -145,10 +145,12 @@ class HeldJob:
         parts: What all deliveries of the worker share.
         delivery: This one.
         envelope: The job as it came.
-        permit: Has it run.
+        permit: Has it run when its turn comes; at once without one.
     """
 
-    def __init__(self, parts: Deliveries, delivery: Delivery, envelope: Envelope, permit: Permit) -> None:
+    def __init__(
+        self, parts: Deliveries, delivery: Delivery, envelope: Envelope, permit: Permit | None
+    ) -> None:
         self._parts = parts
         self._delivery = delivery
         self._envelope = envelope

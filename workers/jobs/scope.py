@@ -17,9 +17,9 @@ T = TypeVar("T")
 TICKS: Final = 0.002
 """Seconds by which uvloop's timers may be early: they count whole milliseconds, as their clock does."""
 
-
-EARLY_SECONDS: Final = 10.0
-"""For which a cancel waits for its live request."""
+EARLY_SECONDS: Final = 1.0
+"""For which a cancel waits for its live request. It was sent behind it, so both come within moments; a caller
+that uses the id again later means another request, which this worker may be the one to get."""
 
 EARLY_MOST: Final = 4096
 """Cancels that wait so; every worker hears of all, and most have no request here."""
@@ -91,9 +91,14 @@ class Scope:
 
 
 class Scopes:
-    """The scopes of this worker's attempts, by job."""
+    """The scopes of this worker's attempts, by job.
 
-    def __init__(self) -> None:
+    Args:
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         # In the order in which they began, and are ended.
         self._open: dict[JobKey, dict[Scope, None]] = {}
         self._early: dict[JobKey, tuple[float, InferbusError]] = {}
@@ -112,7 +117,7 @@ class Scopes:
             scope.end(self._over)
         elif scope.submission is None:
             when, reason = self._early.pop(scope.key, (-math.inf, None))
-            if reason is not None and time.monotonic() - when <= EARLY_SECONDS:
+            if reason is not None and self._clock() - when <= EARLY_SECONDS:
                 scope.end(reason)
         return lambda: self._remove(scope)
 
@@ -127,7 +132,7 @@ class Scopes:
         """
         if len(self._early) >= EARLY_MOST:
             self._early.pop(next(iter(self._early)))
-        self._early[key] = (time.monotonic(), reason)
+        self._early[key] = (self._clock(), reason)
 
     def end_all(self, reason: InferbusError) -> int:
         """Ends every attempt, also one that is only about to begin; returns how many there were."""

@@ -122,8 +122,10 @@ class Generation:
     def _accounted(self, delta: Delta, running: RunningLeg) -> Delta:
         """With the usage of the whole answer: this engine counts its own part."""
         self._work.permit.generated(len(delta.token_ids))
-        if delta.finish is not None and delta.meta.get("num_retractions"):
-            self._work.permit.retracted()
+        if delta.finish is not None:
+            self._work.permit.finished()
+            if delta.meta.get("num_retractions"):
+                self._work.permit.retracted()
         if running.cached_tokens is not None:
             delta.cached_tokens = running.cached_tokens
         if self._resumed is not None:
