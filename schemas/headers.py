@@ -38,7 +38,7 @@ ATTEMPT: Final = "Infer-Attempt"
 """From 1; a higher attempt supersedes a lower one."""
 
 WORKER: Final = "Infer-Worker"
-"""On the end mark and on results: the worker that answered."""
+"""On the first chunk of a job's attempt, the end mark and results: the worker that answered."""
 
 PREFILL_WORKER: Final = "Infer-Prefill-Worker"
 """On the end mark and on results: the prefill worker that served it, if one did."""

@@ -140,9 +140,9 @@ class Subjects(msgspec.Struct, frozen=True):
         """The chunks of a durable job."""
         return f"{self.prefix}.stream.{escape(owner)}.{escape(job)}"
 
-    def attempts(self, owner: str, job: str) -> str:
-        """The count of last attempts at a durable job."""
-        return f"{self.prefix}.attempts.{escape(owner)}.{escape(job)}"
+    def attempts(self, owner: str, job: str, submission: int) -> str:
+        """The count of last attempts at one submission of a durable job."""
+        return f"{self.prefix}.attempts.{escape(owner)}.{escape(job)}.{submission}"
 
     def result(self, owner: str, job: str) -> str:
         """The final result of a durable job."""

@@ -188,7 +188,10 @@ class HeldJob:
     async def _settle(self, result: FinalResult, outcome: AttemptOutcome) -> None:
         """The table, after an attempt."""
         policy, error, attempt = self._parts.settings.policy, outcome.error, outcome.attempt
-        if error is None or isinstance(error, CallerError | Ended):
+        if self._delivery.forgotten:
+            # Another attempt may have the same number: readers could not tell its chunks from this result.
+            self.settled("left", reason="the server may have forgotten that this worker took it")
+        elif error is None or isinstance(error, CallerError | Ended):
             outcome = await self._conclude(result, outcome)
             await self._delivery.ack()
             self.settled("finished", outcome.error, status=outcome.status, code=outcome.code)

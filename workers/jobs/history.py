@@ -85,10 +85,18 @@ class History:
             BusUnavailable: The server did not answer.
         """
         newest = await self._broker.last(STREAM, attempt.reply)
-        if newest is None or newest.headers.get(headers.SUBMISSION) != str(attempt.submission):
+        if newest is not None and not self._of(attempt, newest):
+            # Another submission under the same job id is answered on the same subject.
+            stored = await self._broker.read(STREAM, attempt.reply)
+            newest = next((each for each in reversed(stored) if self._of(attempt, each)), None)
+        if newest is None:
             return LatestAttempt(number=0, ended_in_order=False)
         seen = number(newest.headers.get(headers.ATTEMPT))
         return LatestAttempt(number=seen, ended_in_order=_ended_in_order(newest))
+
+    @staticmethod
+    def _of(attempt: Attempt, stored: Stored) -> bool:
+        return stored.headers.get(headers.SUBMISSION) == str(attempt.submission)
 
     async def resume_points(self, attempt: Attempt) -> list[ResumePoint]:
         """Where an attempt can resume earlier ones, the latest place first.

@@ -60,9 +60,7 @@ class Quarantine:
             BusUnavailable: The server did not answer.
         """
         newest = await self._broker.last(RESULTS, self._subject(attempt))
-        if newest is None or newest.headers.get(headers.SUBMISSION) != str(attempt.submission):
-            return 0
-        return int(newest.headers[headers.LAST_ATTEMPTS])
+        return 0 if newest is None else int(newest.headers[headers.LAST_ATTEMPTS])
 
     async def count(self, attempt: Attempt, begun: int) -> None:
         """Counts one more than `begun`; to be awaited before it begins.
@@ -88,7 +86,8 @@ class Quarantine:
         self._broker.send(self._subject(attempt), b"", _headers(attempt, begun))
 
     def _subject(self, attempt: Attempt) -> str:
-        return self._subjects.attempts(attempt.owner, attempt.job)
+        # Submissions under one job id may be under way at the same time: each has its own count.
+        return self._subjects.attempts(attempt.owner, attempt.job, attempt.submission or 0)
 
 
 def _headers(attempt: Attempt, begun: int) -> dict[str, str]:
