@@ -148,11 +148,17 @@ class Subjects(msgspec.Struct, frozen=True):
         """The final result of a durable job."""
         return f"{self.prefix}.results.{escape(owner)}.{escape(job)}"
 
+    def object(self, owner: str, object_id: str, part: int | str) -> str:
+        """A part of a body that is too large for one message, counted from 0; or a filter, by `*`."""
+        return f"{self.prefix}.objects.{escape(owner)}.{escape(object_id)}.{part}"
+
     def dead(self, model: str, kind: Kind) -> str:
         """A job that will not be tried again."""
         return f"{self.prefix}.dead.{escape(model)}.{_kind(kind)}"
 
-    def all(self, family: Literal["jobs", "stream", "results", "attempts", "cancel", "alive", "dead"]) -> str:
+    def all(
+        self, family: Literal["jobs", "stream", "results", "attempts", "cancel", "alive", "dead", "objects"]
+    ) -> str:
         """Filter: everything of one family."""
         return f"{self.prefix}.{family}.>"
 

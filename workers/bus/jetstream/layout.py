@@ -15,6 +15,7 @@ STREAM: Final = "INFER_STREAM"
 RESULTS: Final = "INFER_RESULTS"
 DEAD: Final = "INFER_DEAD"
 CANCEL: Final = "INFER_CANCEL"
+OBJECTS: Final = "INFER_OBJECTS"
 WORKERS: Final = f"KV_{fleet.BUCKET}"
 """The stream behind the key-value bucket (ADR-8)."""
 
@@ -38,8 +39,8 @@ def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[st
     """Every stream.
 
     Streams whose messages must not be lost refuse what does not fit (`discard: new`): jobs, results, dead
-    letters. Chunks and cancel marks are discarded by age instead (`discard: old`), since a worker must never
-    wait for their readers.
+    letters, objects. Chunks and cancel marks are discarded by age instead (`discard: old`), since a worker
+    must never wait for their readers.
     """
     s = settings
     jobs = _stream(JOBS, [subjects.all("jobs")], s, s.jobs_max_bytes, s.jobs_max_age)
@@ -48,6 +49,7 @@ def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[st
     results = _stream(RESULTS, ends, s, s.results_max_bytes, s.results_max_age)
     dead = _stream(DEAD, [subjects.all("dead")], s, s.dead_max_bytes, s.dead_max_age)
     cancel = _stream(CANCEL, [subjects.all("cancel")], s, 64 * MIB, DAY)
+    objects = _stream(OBJECTS, [subjects.all("objects")], s, s.objects_max_bytes, s.results_max_age)
     workers = _stream(WORKERS, [f"$KV.{fleet.BUCKET}.>"], s, 16 * MIB, ANNOUNCE_TTL)
     light = _light(settings)
     return [
@@ -55,6 +57,7 @@ def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[st
         chunks | light | {"discard": "old", "max_msgs_per_subject": settings.stream_max_chunks},
         results,
         dead,
+        objects,
         # More than one mark per job: each may be for another submission with the same id.
         cancel | {"discard": "old", "max_msgs_per_subject": CANCELS_KEPT},
         # As ADR-8 lays out a bucket, so that `nats kv` reads it.
