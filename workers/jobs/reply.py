@@ -126,7 +126,7 @@ class Reply:
         probe = self._probe if self.sent % self._probe_every == 0 else ""
         fields = self._headers
         if fields is not None and self.sent == 0:
-            # A server that was killed forgets the newest deliveries: two workers may then make the same attempt.
+            # A killed server forgets its newest deliveries: two workers may then make the same attempt.
             fields = fields | {headers.WORKER: self.served.worker}
             if self._continues is not None:
                 fields[headers.CONTINUES] = str(self._continues)
