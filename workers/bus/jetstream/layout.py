@@ -38,14 +38,15 @@ DAY: Final = 24 * 3600.0
 def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[str, Any]]:
     """Every stream.
 
-    Every call gives guarded streams new keys; see `entrance`.
+    The subjects of jobs are added for each model; see `models`. Every call gives guarded streams new keys;
+    see `entrance`.
 
     Streams whose messages must not be lost refuse what does not fit (`discard: new`): jobs, results, dead
     letters. Chunks and cancel marks are discarded by age instead (`discard: old`), since a worker must never
     wait for their readers.
     """
     s = settings
-    jobs = _stream(JOBS, [subjects.all("jobs")], s, s.jobs_max_bytes, s.jobs_max_age)
+    jobs = _stream(JOBS, [], s, s.jobs_max_bytes, s.jobs_max_age)
     chunks = _stream(STREAM, [subjects.all("stream")], s, s.stream_max_bytes, s.stream_max_age)
     results = _stream(RESULTS, [], s, s.results_max_bytes, s.results_max_age)
     dead = _stream(DEAD, [], s, s.dead_max_bytes, s.dead_max_age)
@@ -62,6 +63,18 @@ def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[st
         # As ADR-8 lays out a bucket, so that `nats kv` reads it.
         workers | light | {"max_msgs_per_subject": 1, "allow_rollup_hdrs": True, "deny_delete": True},
     ]
+
+
+def new_stream(config: dict[str, Any], subjects: Subjects) -> dict[str, Any]:
+    """What a stream is made with where it is not there: more than one that is there is compared with."""
+    if config["name"] == JOBS:
+        return config | {"subjects": [no_jobs(subjects)]}
+    return config
+
+
+def no_jobs(subjects: Subjects) -> str:
+    """What the stream of jobs captures before it has a model: it needs a subject, and this is no job's."""
+    return f"{subjects.prefix}.jobs"
 
 
 def _capped(jobs: dict[str, Any], settings: StreamSettings) -> dict[str, Any]:
