@@ -123,6 +123,11 @@ class Subjects(msgspec.Struct, frozen=True):
         """Filter: all durable jobs of one model and class."""
         return f"{self.prefix}.jobs.{escape(model)}.{_class(job_class)}.*.*"
 
+    def jobs_captured(self, model: str) -> list[str]:
+        """Filters: the durable jobs of one model, those of known classes and kinds only."""
+        base = f"{self.prefix}.jobs.{escape(model)}"
+        return [f"{base}.{job_class}.*.{kind}" for job_class in CLASSES for kind in KINDS]
+
     def prefill(self, model: str, worker: str | None = None) -> str:
         """A hand-off to any prefill worker of a model, or to one of them."""
         base = f"{self.prefix}.prefill.{escape(model)}"
