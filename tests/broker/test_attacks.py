@@ -85,17 +85,22 @@ class Actor:
     async def may_publish(self, subject: str, data: bytes = b"", **options: Any) -> bool:
         self._refusals.clear()
         await self.connection.publish(subject, data, **options)
-        await self.connection.flush()
+        await self._settled()
         return not self._refusals
 
     async def may_subscribe(self, subject: str) -> bool:
         self._refusals.clear()
         subscription = await self.connection.subscribe(subject)
-        await self.connection.flush()
+        await self._settled()
         allowed = not self._refusals
         if allowed:
             await subscription.unsubscribe()
         return allowed
+
+    async def _settled(self) -> None:
+        """The server has said what it refuses. nats-py's first PING may overtake what is to be refused."""
+        await self.connection.flush()
+        await self.connection.flush()
 
     async def has_acknowledged_to(self, subject: str, *, data: bytes = b"{}") -> None:
         """Has the server acknowledge a job of one's own on a subject of somebody else's."""
@@ -106,10 +111,10 @@ class Actor:
 async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
     directory = tmp_path_factory.mktemp("attacks")
     text = CONFIGURATION.read_text().replace('include "nats.conf"', "")
-    acme = text[text.index("ACME: {") : text.index("# Reads and cancels")]
-    text = acme.replace("ACME", "VICTIM").replace("acme", "victim") + text
-    login = "{user: acme, password: $ACME_PASSWORD, permissions: $ACME}"
-    text = text.replace(login, f"{login}\n    {{user: victim, password: victim, permissions: $VICTIM}}")
+    acme = text[text.index("FOR_ACME: {") : text.index("# Reads and cancels")]
+    text = acme.replace("FOR_ACME", "FOR_VICTIM").replace("acme", "victim") + text
+    login = "{user: acme, password: $ACME_PASSWORD, permissions: $FOR_ACME}"
+    text = text.replace(login, f"{login}\n    {{user: victim, password: victim, permissions: $FOR_VICTIM}}")
     text = text.replace(
         '"_INBOX_acme.>", "_INBOX_operator.>"', '"_INBOX_acme.>", "_INBOX_victim.>", "_INBOX_operator.>"'
     )
@@ -130,6 +135,7 @@ async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
         options: dict[str, Any] = {
             "nats_user": "worker",
             "nats_password": "worker",
+            "nats_inbox_prefix": "_WORKER.w1",
             "reply_prefix": "_INBOX_acme.,_INBOX_victim.,_INBOX_operator.",
         }
         await Fleet(server, bus, roster, directory, children).start("both", SCRIPT, **options)
@@ -319,7 +325,7 @@ async def test_a_guessed_job_id_does_not_swallow_anothers_job(lab: Lab) -> None:
 
 REPLIES = (
     "$JS.API.STREAM.DELETE.INFER_JOBS",
-    f"infer.jobs.{MODEL}.batch.victim.tokens",
+    f"infer.jobs.{MODEL}.batch.victim.chat",
     f"$KV.INFER_WORKERS.{MODEL}.w1",
     "$SYS.REQ.SERVER.PING",
     "infer.cancel.victim.run",
@@ -359,7 +365,7 @@ async def test_a_worker_publishes_to_no_subject_that_its_caller_may_not(lab: Lab
     await spy.flush()
     allowed = {f"infer.request.{MODEL}.tokens", f"$KV.INFER_WORKERS.{MODEL}.w1"}
     assert set(heard) <= allowed
-    assert heard.count(f"infer.request.{MODEL}.tokens") <= 1
+    assert heard.count(f"infer.request.{MODEL}.tokens") == (len(REPLIES) if how == "live" else 0)
     await spy.close()
 
 
