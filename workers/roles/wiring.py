@@ -80,7 +80,10 @@ async def program(
     if role == "prefill":
         return prefill(bus, engine, admission, job_settings(settings, bus.subjects), observer)
     queue = await job_queue(bus, engine.info.model, settings.worker)
-    return decode(bus, engine, registry if role == "decode" else None, queue, admission, settings, observer)
+    prefills = registry if role == "decode" else None
+    program = decode(bus, engine, prefills, queue, admission, settings, observer)
+    program.storage.on_change(lambda: registry.note(program.storage.full))
+    return program
 
 
 def prefill(

@@ -19,7 +19,7 @@ import pytest
 
 from inferbus.schemas.errors import ContextLengthExceeded, InvalidRequest, TransferFailed
 from inferbus.schemas.fleet import Bootstrap
-from inferbus.schemas.requests import ChatRequest, parse
+from inferbus.schemas.requests import ChatRequest, TokenRequest, parse
 from inferbus.workers.engine import cpu
 from inferbus.workers.engine.cpu import detect
 from inferbus.workers.engine.sglang import LaunchFailed, bootstrap, options
@@ -28,6 +28,7 @@ from inferbus.workers.engine.sglang.prompts import SGLangPrompt
 from inferbus.workers.engine.sglang.redaction import redacted_record, safe, unquoted
 from inferbus.workers.engine.sglang.serving import THREADS, Serving
 from inferbus.workers.engine.sglang.startup import collector_paused, installed_version
+from inferbus.workers.engine.tokens import TokensAnswer
 from tests.support.eventually import eventually
 
 BOUNDS = Bounds(context_length=100, longest_prompt=90, longest_total=96, vocabulary=50)
@@ -147,7 +148,11 @@ def test_an_answer_is_lowered_to_what_the_cache_holds_and_that_is_said() -> None
 )
 def test_seeds_of_choices_stay_in_64_bits(seed: int, index: int, expected: int) -> None:
     prompt = SGLangPrompt(
-        [1], sampling={"sampling_seed": seed}, options={}, choices=3, answer=lambda: SimpleNamespace()
+        [1],
+        sampling={"sampling_seed": seed},
+        options={},
+        choices=3,
+        answer=lambda _: TokensAnswer(TokenRequest(token_ids=[1]), prompt_tokens=1, choices=3),
     )
     assert prompt.leg(index, rid="0" * 32).sampling["sampling_seed"] == expected
 

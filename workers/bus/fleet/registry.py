@@ -247,6 +247,10 @@ class Registry:
         self._info = msgspec.structs.replace(self._info, state=state, reason=reason)
         await self._publish()
 
+    def note(self, reason: str | None) -> None:
+        """Announces, next time, what keeps this worker from working as it should; None: nothing does."""
+        self._info = msgspec.structs.replace(self._info, reason=reason)
+
     @staticmethod
     async def announce_once(bus: Bus, info: WorkerInfo) -> None:
         """Announces a worker once, one that could not start for example; the entry expires by itself.
