@@ -36,6 +36,12 @@ log = structlog.get_logger()
 INTERVAL: Final = 2.0
 """Seconds between two looks."""
 
+STAGGER: Final = 0.5
+"""Seconds within which a worker looks once more before it reorders, since others may have seen the same."""
+
+DRAINED: Final = 4.0
+"""Seconds. A queue that would be delivered by then, as fast as it goes, is being reordered or need not be."""
+
 REST: Final = 10.0
 """Reordering takes place once in so many times its own duration, at most."""
 
@@ -76,14 +82,14 @@ class Queued(msgspec.Struct, kw_only=True):
         priority_class: The class.
         suspected: Whether jobs may wait.
         running: Jobs that workers hold, rather than that were given back; an estimate.
-        deliveries: By the consumer so far.
+        deliveries: By the consumer, and when they were counted.
         rested: When the jobs were last seen to be put in turn, here or elsewhere.
     """
 
     priority_class: PriorityClass
     suspected: bool = True
     running: int | None = None
-    deliveries: int | None = None
+    deliveries: tuple[int, float] | None = None
     rested: float
 
 
@@ -153,15 +159,23 @@ class Reordering:
                 if not (queued.suspected and self._active()):
                     continue
                 try:
-                    backlog = await self._look(queued)
-                    if backlog is not None and self._active() and await self._due(queued, backlog):
-                        await self._reorder(queued, backlog)
+                    await self._tend(queued)
                 except BusUnavailable as error:
                     log.debug(
                         "jobs.not_reordered", job_class=queued.priority_class.job_class, reason=error.message
                     )
                 except Exception:  # supervision point: the order of jobs
                     log.exception("jobs.reordering_failed", job_class=queued.priority_class.job_class)
+
+    async def _tend(self, queued: Queued) -> None:
+        """Reorders one class if that is due."""
+        backlog = await self._look(queued)
+        if backlog is None or not await self._due(queued, backlog):
+            return
+        await asyncio.sleep(STAGGER * random.uniform(0.2, 1))  # noqa: S311  # jitter
+        backlog = await self._look(queued)
+        if backlog is not None and self._active() and self._rested(queued, backlog):
+            await self._reorder(queued, backlog)
 
     async def _look(self, queued: Queued) -> Backlog | None:
         """The jobs of a class, where those of several owners wait."""
@@ -170,11 +184,12 @@ class Reordering:
         undelivered, unacknowledged = info["num_pending"], info["num_ack_pending"]
         running = unacknowledged if queued.running is None else min(queued.running, unacknowledged)
         queued.running, given_back = running, unacknowledged - running
-        deliveries, before = info["delivered"]["consumer_seq"], queued.deliveries
-        queued.deliveries = deliveries
-        if before is not None and deliveries - before > max(given_back, undelivered) // 2 > 0:
-            # Most of what waits was delivered since the last look: another worker has reordered it.
-            queued.rested = self._clock()
+        now, deliveries = self._clock(), info["delivered"]["consumer_seq"]
+        if queued.deliveries is not None:
+            before, then = queued.deliveries
+            if deliveries - before > max(given_back, undelivered) * (now - then) / DRAINED:
+                queued.rested = now
+        queued.deliveries = deliveries, now
         queued.suspected = undelivered + given_back > 0
         if not queued.suspected or info.get("paused"):
             return None
@@ -197,17 +212,20 @@ class Reordering:
 
     async def _due(self, queued: Queued, backlog: Backlog) -> bool:
         """Whether it is time to reorder."""
-        count = min(REACH, backlog.given_back + backlog.undelivered)
-        rested = self._clock() - queued.rested
-        if rested < max(INTERVAL, REST * count * self._cost):
+        if not self._rested(queued, backlog):
             return False
-        if backlog.given_back and rested >= AGAIN:
+        if backlog.given_back and self._clock() - queued.rested >= AGAIN:
             return True
         if not backlog.undelivered:
             return False
         owners = random.sample(sorted(backlog.counts), min(OWNERS, len(backlog.counts)))
         stream = queued.priority_class.stream
         return any(await asyncio.gather(*(self._is_behind(stream, backlog, owner) for owner in owners)))
+
+    def _rested(self, queued: Queued, backlog: Backlog) -> bool:
+        """Whether the last reordering, here or elsewhere, is long enough ago."""
+        duration = min(REACH, backlog.given_back + backlog.undelivered) * self._cost
+        return self._clock() - queued.rested >= max(INTERVAL, REST * duration)
 
     async def _is_behind(self, stream: str, backlog: Backlog, owner: str) -> bool:
         """Whether the next job of an owner stands far behind its turn, and within reach."""
