@@ -126,6 +126,23 @@ async def test_an_owner_that_comes_later_has_its_turn_in_the_first_round(
 
 
 @pytest.mark.usefixtures("often")
+async def test_a_worker_that_starts_later_finds_jobs_that_others_put_in_turn(
+    streams: Bus, connect: Connect, queues: Queues
+) -> None:
+    earlier = await queues(await connect())
+    await submit(streams, "a", 300)
+    await submit(streams, "b")
+    running = await take(earlier, 1)
+    await reordered(streams)
+    await earlier.stop()
+    later = await queues()
+    running += await take(later, 3)
+    await submit(streams, "c")
+    await reordered(streams)
+    assert "c" in map(owner_of, await take(later, 2))
+
+
+@pytest.mark.usefixtures("often")
 async def test_jobs_of_one_owner_are_never_reordered(streams: Bus, queues: Queues) -> None:
     queue = await queues()
     looks: asyncio.Queue[Message] = asyncio.Queue()

@@ -81,7 +81,8 @@ class Queued(msgspec.Struct, kw_only=True):
     Attributes:
         priority_class: The class.
         suspected: Whether jobs may wait.
-        running: Jobs that workers hold, rather than that were given back; an estimate.
+        running: Jobs that workers hold, rather than that were given back; an estimate, None before the first
+            reordering here, which tells it.
         deliveries: By the consumer, and when they were counted.
         rested: When the jobs were last seen to be put in turn, here or elsewhere.
     """
@@ -101,7 +102,7 @@ class Backlog(msgspec.Struct, frozen=True, kw_only=True):
         delivered: Stream sequence of the newest one that was delivered.
         undelivered: Jobs that were not delivered yet.
         unacknowledged: Jobs that were.
-        given_back: Those of them that wait to be delivered again; an estimate.
+        given_back: Those of them that wait to be delivered again; an upper estimate.
         counts: Jobs of each owner; an owner's name is the subject of its jobs, without the kind.
     """
 
@@ -182,15 +183,17 @@ class Reordering:
         stream, durable = queued.priority_class.stream, queued.priority_class.durable
         info = await self._jetstream.call(f"CONSUMER.INFO.{stream}.{durable}")
         undelivered, unacknowledged = info["num_pending"], info["num_ack_pending"]
-        running = unacknowledged if queued.running is None else min(queued.running, unacknowledged)
-        queued.running, given_back = running, unacknowledged - running
+        if queued.running is not None:
+            queued.running = min(queued.running, unacknowledged)
+        # Where it is not known, other workers may have reordered: all may have been given back.
+        given_back = unacknowledged - (queued.running or 0)
         now, deliveries = self._clock(), info["delivered"]["consumer_seq"]
         if queued.deliveries is not None:
             before, then = queued.deliveries
             if deliveries - before > max(given_back, undelivered) * (now - then) / DRAINED:
                 queued.rested = now
         queued.deliveries = deliveries, now
-        queued.suspected = undelivered + given_back > 0
+        queued.suspected = undelivered > 0 or (queued.running is not None and given_back > 0)
         if not queued.suspected or info.get("paused"):
             return None
         jobs = info["config"]["filter_subject"]
@@ -214,7 +217,8 @@ class Reordering:
         """Whether it is time to reorder."""
         if not self._rested(queued, backlog):
             return False
-        if backlog.given_back and self._clock() - queued.rested >= AGAIN:
+        known = queued.running is not None
+        if known and backlog.given_back and self._clock() - queued.rested >= AGAIN:
             return True
         if not backlog.undelivered:
             return False
@@ -338,8 +342,9 @@ class Pulling:
             self._ended = True
             self.everything = message.status in (NO_MESSAGES, REQUEST_TIMEOUT)
         elif self._closed:
-            # It came late; see `Subscription.unsubscribe`.
-            self._bus.send(message.reply, NAK)
+            # It came late; see `Subscription.unsubscribe`. After a stall it may be another worker's by now.
+            if self._clock() < self._until + SILENCE:
+                self._bus.send(message.reply, NAK)
         else:
             # Its body is dropped: memory is bounded by the number of jobs.
             owner = message.subject.rpartition(".")[0]
