@@ -85,7 +85,7 @@ class WorkerInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
     """One worker's announcement; its KV key is `<escaped model>.<escaped worker id>`.
 
     Attributes:
-        worker: Its id, new for every process.
+        worker: Its id; no two workers have the same at one time.
         role: prefill, decode or both.
         state: Only a `ready` one takes work; `failed` is the last word of one that could not start.
         model: The served model name.
@@ -99,7 +99,9 @@ class WorkerInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
         signature: None where nothing is handed off.
         bootstrap: Of a prefill worker.
         load: Now.
-        reason: Why it failed, one line.
+        reason: Why it failed, or what one that starts is doing, in one line.
+        incarnation: Drawn anew by every process, so that two workers with one id are told apart; empty for
+            workers of older versions.
     """
 
     worker: str
@@ -117,3 +119,4 @@ class WorkerInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
     signature: Signature | None = None
     bootstrap: Bootstrap | None = None
     reason: str | None = None
+    incarnation: str = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -15,7 +16,7 @@ from inferbus.schemas.fleet import Load, WorkerInfo
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.bus.errors import ApiError
-from inferbus.workers.bus.fleet.registry import Registry, Roster, entry_subject
+from inferbus.workers.bus.fleet.registry import Registry, Roster, announce, entry_subject
 from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.config import WorkerSettings
@@ -37,6 +38,7 @@ def info(worker: str = "w1", **fields: Any) -> WorkerInfo:
         "host": "h",
         "started": 1.0,
         "load": Load(slots=2),
+        "incarnation": secrets.token_hex(4),
     }
     return WorkerInfo(**(described | fields))
 
@@ -118,7 +120,8 @@ async def test_a_worker_that_leaves_is_gone_at_once(streams: Bus, join: Join) ->
 
 async def test_a_worker_that_falls_silent_is_dropped(streams: Bus) -> None:
     """Here at once when its time is over, whether or not the bucket tells."""
-    await Registry.announce_once(streams, info("silent"))
+    announce(streams, info("silent"))
+    await streams.flush()
     seconds = time.monotonic()
     async with Roster(streams, "meta/llama", ttl=0.5, clock=lambda: seconds) as roster:
         assert names(roster) == ["silent"]
@@ -146,7 +149,8 @@ async def test_the_bucket_forgets_a_worker_that_falls_silent(
 
     monkeypatch.setattr(layout, "ANNOUNCE_TTL", 1.0)
     await provision(bus, StreamSettings())
-    await Registry.announce_once(bus, info("silent"))
+    announce(bus, info("silent"))
+    await bus.flush()
 
     async def gone() -> bool:
         return not await JetStream(bus).read(layout.WORKERS, f"$KV.{fleet.BUCKET}.*.*")
@@ -156,7 +160,8 @@ async def test_the_bucket_forgets_a_worker_that_falls_silent(
 
 
 async def test_a_worker_that_could_not_start_leaves_word_of_why(streams: Bus) -> None:
-    await Registry.announce_once(streams, info("w1", state="failed", reason="no such model"))
+    announce(streams, info("w1", state="failed", reason="no such model"))
+    await streams.flush()
     async with Roster(streams) as roster:
         assert [each.reason for each in roster.workers()] == ["no such model"]
 

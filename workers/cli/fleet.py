@@ -1,4 +1,4 @@
-"""`inferbus workers` and `health`: the announced workers, and whether one is ready."""
+"""`inferbus workers` and `health`: the announced workers, what they do, and whether one is ready."""
 
 from __future__ import annotations
 

@@ -27,7 +27,22 @@ from inferbus.workers.observe import logs
 _PR_SET_PDEATHSIG: Final = 1
 
 REPORT: Final = "INFERBUS_ENGINE_REPORT"
-"""Environment variable with the file that takes a failed child's last line."""
+"""Environment variable with the folder where the children of a starting engine report to their parent."""
+
+REASON: Final = "reason"
+"""File in it with a failed child's last line."""
+
+PHASE: Final = "phase"
+"""File in it with what the scheduler does."""
+
+_PHASES: Final = (
+    ("load weight begin", "loading weights, downloading them first where they are not here"),
+    ("load weight end", "allocating the KV cache"),
+    ("graph begin", "capturing graphs"),
+)
+"""What SGLang's messages say while it starts."""
+
+_PHASE_LOGGERS: Final = ("sglang.srt.model_executor", "sglang.srt.speculative")
 
 END_SECONDS: Final = 10.0
 
@@ -104,9 +119,12 @@ def _prepare() -> None:
     # SGLang ends its children by SIGKILL, and they end themselves when their parent dies.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if path := os.environ.get(REPORT):
-        # SGLang resets the root logger's handlers, so this one sits below it.
-        logging.getLogger("sglang.srt.managers").addHandler(_Reporter(Path(path)))
+    if folder := os.environ.get(REPORT):
+        # SGLang resets the root logger's handlers, so these sit below it.
+        logging.getLogger("sglang.srt.managers").addHandler(_Reporter(Path(folder, REASON)))
+        phases = _Phases(Path(folder, PHASE))
+        for name in _PHASE_LOGGERS:
+            phases.listen(logging.getLogger(name))
 
 
 def _die_with_parent() -> None:
@@ -134,3 +152,38 @@ class _Reporter(logging.Handler):
         if "hit an exception" in message and lines and not self._path.exists():
             with contextlib.suppress(OSError):
                 self._path.write_text(lines[-1][:500])
+
+
+class _Phases(logging.Handler):
+    """Writes down what a starting engine does, from messages that SGLang does not log at the level it has."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        self._loggers: list[logging.Logger] = []
+
+    def listen(self, logger: logging.Logger) -> None:
+        """Takes the place of the root's handlers, so that those do not show what is below their level."""
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        self._loggers.append(logger)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        root = logging.getLogger()
+        if record.levelno >= root.level:
+            root.handle(record)
+        message = record.getMessage().lower()
+        phase = next((phase for mark, phase in _PHASES if mark in message), None)
+        # The folder is gone once the engine is up.
+        if not self._path.parent.exists():
+            self._end()
+        elif phase is not None:
+            with contextlib.suppress(OSError):
+                self._path.write_text(phase)
+
+    def _end(self) -> None:
+        for logger in self._loggers:
+            logger.removeHandler(self)
+            logger.setLevel(logging.NOTSET)
+            logger.propagate = True
