@@ -65,7 +65,8 @@ def run(
         engine_argv: SGLang's own flags.
         scripted: A script to replay instead of running SGLang.
     """
-    logs.configure(cache=True, worker=settings.worker.worker, role=role)
+    level = "DEBUG" if settings.worker.verbose else "INFO"
+    logs.configure(level=level, cache=True, worker=settings.worker.worker, role=role)
     # uvloop is what SGLang runs on as well, and takes a third off a chunk's way.
     with restored(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_Worker(role, settings, engine_argv, scripted).main())

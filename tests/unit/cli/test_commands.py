@@ -340,7 +340,7 @@ def test_unknown_variables_are_warned_of(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--tp", "2"], "scripted workers take no SGLang flags: --tp 2"),
+        (["--tp", "2"], "scripted workers take no SGLang flags: --tp"),
         (["--slots", "-1"], "worker.slots"),
         (["--worker", "w1"], "--worker names one worker"),
     ],

@@ -29,6 +29,7 @@ import structlog
 from inferbus.workers.engine.progress import Progress
 from inferbus.workers.engine.sglang import processes
 from inferbus.workers.engine.sglang.options import Options, one_line
+from inferbus.workers.engine.sglang.redaction import redacted_record, without_secrets
 from inferbus.workers.engine.sglang.startup import LaunchFailed
 from inferbus.workers.observe import logs
 
@@ -60,6 +61,8 @@ def build(options: Options, progress: Progress) -> Any:
         progress.say("starting the engine's processes")
         progress.follow(Path(scratch, processes.PHASE))
         signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGQUIT)}
+        # SGLang logs in this process as well.
+        logging.setLogRecordFactory(redacted_record)
         try:
             # The loop cannot run while SGLang loads, so SIGTERM has to end the process by itself.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -69,7 +72,7 @@ def build(options: Options, progress: Progress) -> Any:
             processes.end(processes.descendants() - before)
             for number, handler in signals.items():
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-            reason = report.read_text() if report.exists() else one_line(error)
+            reason = without_secrets(report.read_text()) if report.exists() else one_line(error)
             raise LaunchFailed(f"the engine did not start: {reason}") from error
         finally:
             progress.follow(None)

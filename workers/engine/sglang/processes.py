@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from inferbus.workers.engine.sglang import detokenizer, transfer
-from inferbus.workers.engine.sglang.redaction import redacted_record
+from inferbus.workers.engine.sglang.redaction import redacted_record, remember_secrets
 from inferbus.workers.engine.sglang.startup import collector_paused
 from inferbus.workers.observe import logs
 
@@ -59,14 +59,14 @@ def run_scheduler(*arguments: Any, logging_settings: dict[str, Any] | None = Non
         logging_settings: `logs.settings` of the parent process.
         named: SGLang's.
     """
-    _prepare()
-    logging.setLogRecordFactory(redacted_record)
+    server_args = named.get("server_args", arguments[0] if arguments else None)
+    _prepare(server_args)
     # Every step of the scheduler looks up every stop pattern of every request by its text.
     re._MAXCACHE = STOP_PATTERNS  # type: ignore[attr-defined]
     if logging_settings is not None:
         logs.configure(**logging_settings)
     with collector_paused():
-        transfer.register(named.get("server_args", arguments[0] if arguments else None))
+        transfer.register(server_args)
         from sglang.srt.managers.scheduler import run_scheduler_process
 
     run_scheduler_process(*arguments, **named)
@@ -74,7 +74,7 @@ def run_scheduler(*arguments: Any, logging_settings: dict[str, Any] | None = Non
 
 def run_detokenizer(*arguments: Any, **named: Any) -> None:
     """SGLang's detokenizer process."""
-    _prepare()
+    _prepare(named.get("server_args", arguments[0] if arguments else None))
     with collector_paused():
         detokenizer.install()
         from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
@@ -114,8 +114,10 @@ def _psutil() -> Any:
     return psutil
 
 
-def _prepare() -> None:
+def _prepare(server_args: Any) -> None:
     _die_with_parent()
+    remember_secrets(server_args)
+    logging.setLogRecordFactory(redacted_record)
     # SGLang ends its children by SIGKILL, and they end themselves when their parent dies.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
