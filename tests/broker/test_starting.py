@@ -7,11 +7,14 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from inferbus.schemas.fleet import WorkerInfo
+from inferbus.schemas.subjects import escape
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.fleet.registry import Registry, Roster, WorkerExists, announce, holding
+from inferbus.workers.client import Client
 from inferbus.workers.config import BusSettings, Settings, WorkerSettings
 from inferbus.workers.engine.launch import UNKNOWN, model_name
 from inferbus.workers.engine.progress import Progress
@@ -161,3 +164,18 @@ async def test_a_second_process_with_an_id_ends_with_one_line_and_the_first_goes
         third = await found.start("both", worker="w1", ready=False)
         await eventually(lambda: found.events(third, "worker.ready"), within=30)
         assert await stop(third) == 0
+
+
+@pytest.mark.parametrize("name", ["node-1.example.com", "m\N{LATIN SMALL LETTER O WITH DIAERESIS}we 1/2"])
+async def test_a_worker_may_have_any_printable_name(server: NatsServer, tmp_path: Path, name: str) -> None:
+    script = "tokenizer = true"
+    async with fleet(server, tmp_path) as found, Client.connect(server.url) as client:
+        await found.start("prefill", worker=f"{name} p", ready=False)
+        decode = await found.start("decode", script, worker=name, ready=False)
+        await eventually(lambda: found.info(name) and found.info(f"{name} p"), within=30)
+        answer = client.tokens("scripted", [1, 2], max_tokens=2)
+        await answer.answer()
+        assert answer.worker == name
+        ping = await client.bus.request(f"$SRV.PING.inferbus-decode.{escape(name)}")
+        assert msgspec.json.decode(ping.data)["id"] == escape(name)
+        assert await stop(decode) == 0

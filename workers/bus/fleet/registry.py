@@ -128,7 +128,7 @@ async def _lives(bus: Bus, info: WorkerInfo) -> bool:
     subject = (
         bus.subjects.worker(info.worker, info.incarnation)
         if info.incarnation
-        else f"$SRV.PING.inferbus-{info.role}.{info.worker}"
+        else f"$SRV.PING.inferbus-{info.role}.{escape(info.worker)}"
     )
     try:
         await bus.request(subject, timeout=ANSWER_SECONDS)
