@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from typing import Any, get_args
+import textwrap
+from typing import Any, Final, get_args
 
 import click
 
@@ -14,6 +15,8 @@ from inferbus.workers.cli.running import EXIT_FAILED, print_error, with_client
 from inferbus.workers.cli.tables import print_table, printable
 from inferbus.workers.cli.text import print_json
 from inferbus.workers.client import Client
+
+LONGEST_REASON: Final = 300
 
 
 @click.command(cls=Command)
@@ -57,7 +60,7 @@ def health(worker: str | None, here: bool, model: str | None, role: str | None, 
         if any(info.state == "ready" for info in matching):
             return 0
         states = ", ".join(_state(info) for info in matching)
-        print_error(f"not ready: {states}" if states else "no such worker is announced")
+        print_error(printable(f"not ready: {states}") if states else "no such worker is announced")
         return EXIT_FAILED
 
     return 0 if with_client(options, work) == 0 else EXIT_FAILED
@@ -68,7 +71,12 @@ def _matches(info: WorkerInfo, wanted: dict[str, str | None]) -> bool:
 
 
 def _state(info: WorkerInfo) -> str:
-    return f"{info.worker} {info.state}" + (f" ({info.reason})" if info.reason else "")
+    return f"{info.worker} {info.state}" + (f" ({_reason(info)})" if info.reason else "")
+
+
+def _reason(info: WorkerInfo) -> str:
+    """Short enough for a line."""
+    return textwrap.shorten(info.reason or "", LONGEST_REASON, placeholder=" …")
 
 
 def _kv_share(info: WorkerInfo) -> str:
@@ -82,7 +90,7 @@ def _row(info: WorkerInfo) -> tuple[object, ...]:
         info.model,
         info.role,
         info.worker,
-        info.state if not info.reason else f"{info.state}: {info.reason}",
+        info.state if not info.reason else f"{info.state}: {_reason(info)}",
         f"{info.load.busy}/{info.load.slots}",
         info.load.queued,
         _kv_share(info),

@@ -133,7 +133,7 @@ def test_a_scripted_worker_has_no_engine_to_give_flags_to(
     script = tmp_path / "s.toml"
     script.write_text("")
     assert main(["worker", "both", "--scripted", str(script), "--tp", "2"]) == 2
-    assert "--tp 2" in capsys.readouterr().err
+    assert "flags: --tp\n" in capsys.readouterr().err
     assert started == []
 
 

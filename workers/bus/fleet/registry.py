@@ -19,7 +19,7 @@ import msgspec
 import structlog
 
 from inferbus.schemas import codec, fleet
-from inferbus.schemas.errors import BusUnavailable, CallerError, WorkerError
+from inferbus.schemas.errors import BusUnavailable, CallerError, InvalidRequest, WorkerError
 from inferbus.schemas.fleet import Load, Role, State, WorkerInfo
 from inferbus.schemas.subjects import escape
 from inferbus.workers.bus.connection.bus import Bus
@@ -35,6 +35,15 @@ log = structlog.get_logger()
 
 OPERATION: Final = "KV-Operation"
 DELETE: Final = "DEL"
+
+LARGEST: Final = 65536
+"""Bytes of an announcement; one of ours has about a thousand."""
+
+FORWARDED: Final = "Nats-Stream"
+"""Header of a stored message that the server sends to a subject of somebody's choice."""
+
+UNREADABLE: Final = 1024
+"""Entries whose fault is logged once; those beyond are not logged."""
 
 ANSWER_SECONDS: Final = 1.0
 """The server says at once that nobody listens; a subject on which it says nothing has a listener."""
@@ -63,11 +72,21 @@ def parse_entry(entry: Stored | Message) -> WorkerInfo | None:
     """The worker of an entry of the bucket; None where the entry was deleted.
 
     Raises:
-        CallerError: Not an announcement, or one of an incompatible version.
+        CallerError: Not an announcement, one of an incompatible version, or one with names that a worker
+            cannot have: they become subjects and headers, and stand under the key that they give.
     """
     if not entry.data or OPERATION in entry.headers:
         return None
-    return codec.decode(entry.data, WorkerInfo)
+    if len(entry.data) > LARGEST:
+        raise InvalidRequest(f"an announcement has at most {LARGEST} bytes")
+    if isinstance(entry, Message) and (entry.status or FORWARDED in entry.headers):
+        raise InvalidRequest("the server sent it on somebody's behalf")
+    info = codec.decode(entry.data, WorkerInfo)
+    if not (info.worker.isprintable() and info.model.isprintable()):
+        raise InvalidRequest("worker and model must be printable text")
+    if entry.subject != entry_subject(key(info)):
+        raise InvalidRequest("it stands under the key of another worker")
+    return info
 
 
 @contextlib.asynccontextmanager
@@ -171,6 +190,7 @@ class Roster:
         self._ttl = ttl
         self._clock = clock
         self._entries: dict[str, tuple[WorkerInfo, float]] = {}
+        self._unreadable: set[str] = set()
         self._listeners: list[Changed] = []
         self._updated = asyncio.Event()
         self._stale = asyncio.Event()
@@ -258,8 +278,11 @@ class Roster:
         try:
             info = parse_entry(entry)
         except CallerError as error:
-            log.warning("registry.unreadable", subject=subject, error=error.message)
+            if subject not in self._unreadable and len(self._unreadable) < UNREADABLE:
+                self._unreadable.add(subject)
+                log.warning("registry.unreadable", subject=subject, error=error.message)
             return
+        self._unreadable.discard(subject)
         if info is None:
             changed = self._entries.pop(subject, None) is not None
         else:
