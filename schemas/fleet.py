@@ -92,6 +92,7 @@ class WorkerInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
         state: Only a `ready` one takes work; `failed` is the last word of one that could not start.
         model: The served model name.
         kinds: Kinds of requests that it answers; empty for prefill.
+        classes: Classes of jobs that it takes; empty for prefill, and for workers of older versions.
         tokenizer: Whether it can render, tokenise and decode text.
         engine: Name and version.
         version: inferbus's.
@@ -122,3 +123,4 @@ class WorkerInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
     bootstrap: Bootstrap | None = None
     reason: str | None = None
     incarnation: str = ""
+    classes: list[str] = []

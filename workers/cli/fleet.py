@@ -11,10 +11,11 @@ import click
 from inferbus.schemas.fleet import Role, WorkerInfo
 from inferbus.workers.cli.options import Command, settings_options
 from inferbus.workers.cli.queues import paused_lines
-from inferbus.workers.cli.running import EXIT_FAILED, print_error, with_client
+from inferbus.workers.cli.running import EXIT_FAILED, print_error, warn, with_client
 from inferbus.workers.cli.tables import print_table, printable
 from inferbus.workers.cli.text import print_json
 from inferbus.workers.client import Client
+from inferbus.workers.client.condition import troubles
 
 LONGEST_REASON: Final = 300
 
@@ -34,8 +35,11 @@ def workers(as_json: bool, **options: Any) -> int:
             print_table(columns, map(_row, announced))
         else:
             click.echo("no worker is announced", err=True)
-        for line in [] if as_json else await paused_lines(client.bus):
-            click.echo(printable(line), err=True)
+        if not as_json:
+            lines = await paused_lines(client.bus)
+            lines += [f"warning: {each.text}" for each in await troubles(client.bus, announced)]
+            for line in lines if announced else []:
+                click.echo(printable(line), err=True)
         return 0
 
     return with_client(options, work)
@@ -51,14 +55,20 @@ def health(worker: str | None, here: bool, model: str | None, role: str | None, 
     """Tell whether a worker is ready.
 
     Exits with 0 if NATS answers and a matching worker is ready, else with 1 and one line that says why.
-    Without options any worker counts.
+    Without options any worker counts. The health of all (neither --worker nor --here) includes the streams:
+    one that is missing or full, or has lost a consumer, is a failure, one that is nearly full a warning.
     """
     wanted = {"worker": worker, "model": model, "role": role, "host": socket.gethostname() if here else None}
 
     async def work(client: Client) -> int:
-        matching = [info for info in await client.workers() if _matches(info, wanted)]
+        announced = await client.workers()
+        matching = [info for info in announced if _matches(info, wanted)]
         if any(info.state == "ready" for info in matching):
-            return 0
+            # Not for one worker, which could not help it, and whose supervisor asks often.
+            found = [] if worker or here else await troubles(client.bus, announced)
+            for each in found:
+                (print_error if each.serious else warn)(printable(each.text))
+            return EXIT_FAILED if any(each.serious for each in found) else 0
         states = ", ".join(_state(info) for info in matching)
         print_error(printable(f"not ready: {states}") if states else "no such worker is announced")
         return EXIT_FAILED

@@ -31,6 +31,7 @@ class Description:
 
     def __init__(self, role: Role, settings: WorkerSettings, model: str) -> None:
         self._model = model
+        self._classes = list(settings.classes)
         self._info = functools.partial(
             WorkerInfo,
             worker=settings.worker,
@@ -59,6 +60,7 @@ class Description:
             state="starting",
             model=engine.model,
             kinds=list(engine.kinds),
+            classes=self._classes if engine.kinds else [],
             tokenizer=engine.tokenizer,
             engine=engine.name,
             load=Load(slots=admission.budget.slots),
