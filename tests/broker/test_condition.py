@@ -9,6 +9,7 @@ import pytest
 
 from inferbus.schemas.fleet import Capacity, Load, WorkerInfo
 from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.fleet.condition import examine
 from inferbus.workers.bus.fleet.registry import announce
 from inferbus.workers.bus.fleet.unlike import unlike
 from inferbus.workers.bus.jetstream import layout
@@ -16,7 +17,6 @@ from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.bus.jetstream.provision import provision
 from inferbus.workers.bus.queue.consumers import job_consumers
 from inferbus.workers.cli import main
-from inferbus.workers.client.condition import troubles
 from inferbus.workers.config import MIB, StreamSettings
 from inferbus.workers.stack.server import NatsServer
 
@@ -63,7 +63,9 @@ async def test_a_fleet_is_healthy_with_its_streams_and_consumers(
     await consumers(streams)
     announce(streams, worker())
     await streams.flush()
-    assert await troubles(streams, [worker()]) == []
+    condition = await examine(streams, [worker()])
+    assert condition.troubles == []
+    assert condition.room.keys() == {layout.JOBS, layout.RESULTS, layout.DEAD}
     assert await health(server) == 0
     assert capsys.readouterr().err == ""
 

@@ -37,7 +37,7 @@ from tests.support.prometheus import Scrape, scrape
 SUBJECTS = Subjects()
 BODY = b'{"token_ids":[1,2]}'
 ENGINE = ScriptedEngine(role="both", model="m").info
-LABELS = {"role", "model", "kind", "class", "status", "code", "outcome", "le", "version", "engine"}
+LABELS = {"role", "model", "kind", "class", "status", "code", "outcome", "le", "version", "engine", "stream"}
 
 Answer = Callable[[Work], Awaitable[bytes]]
 

@@ -9,13 +9,13 @@ from typing import Any, Final, get_args
 import click
 
 from inferbus.schemas.fleet import Role, WorkerInfo
+from inferbus.workers.bus.fleet.condition import examine
 from inferbus.workers.cli.options import Command, settings_options
 from inferbus.workers.cli.queues import paused_lines
 from inferbus.workers.cli.running import EXIT_FAILED, print_error, warn, with_client
 from inferbus.workers.cli.tables import print_table, printable
 from inferbus.workers.cli.text import print_json
 from inferbus.workers.client import Client
-from inferbus.workers.client.condition import troubles
 
 LONGEST_REASON: Final = 300
 
@@ -37,7 +37,7 @@ def workers(as_json: bool, **options: Any) -> int:
             click.echo("no worker is announced", err=True)
         if not as_json:
             lines = await paused_lines(client.bus)
-            lines += [f"warning: {each.text}" for each in await troubles(client.bus, announced)]
+            lines += [f"warning: {each.text}" for each in (await examine(client.bus, announced)).troubles]
             for line in lines if announced else []:
                 click.echo(printable(line), err=True)
         return 0
@@ -65,7 +65,7 @@ def health(worker: str | None, here: bool, model: str | None, role: str | None, 
         matching = [info for info in announced if _matches(info, wanted)]
         if any(info.state == "ready" for info in matching):
             # Not for one worker, which could not help it, and whose supervisor asks often.
-            found = [] if worker or here else await troubles(client.bus, announced)
+            found = [] if worker or here else (await examine(client.bus, announced)).troubles
             for each in found:
                 (print_error if each.serious else warn)(printable(each.text))
             return EXIT_FAILED if any(each.serious for each in found) else 0

@@ -94,6 +94,7 @@ class Metrics(Observer):
 
     Attributes:
         registry: What Prometheus gets.
+        room: Bytes used and allowed of streams, as last looked up.
     """
 
     def __init__(self, role: Role, engine: EngineInfo) -> None:
@@ -110,6 +111,7 @@ class Metrics(Observer):
         self.registry = registry = CollectorRegistry()
         self._always = always = {"role": role, "model": engine.model}
         self._engine = engine
+        self.room: dict[str, tuple[int, int]] = {}
 
         def counter(name: str, help: str, *labels: str) -> _Family:
             return _Family(Counter(PREFIX + name, help, (*always, *labels), registry=registry), always)
@@ -249,7 +251,7 @@ class Metrics(Observer):
             load: As last announced.
             bus: The worker's connection.
         """
-        self.registry.register(_Current(self._always, self._engine, load, bus))
+        self.registry.register(_Current(self._always, self._engine, load, bus, lambda: self.room))
 
 
 class _Family:
@@ -267,12 +269,18 @@ class _Current:
     """Looked up when asked, on the thread that asks: nothing in here waits or changes anything."""
 
     def __init__(
-        self, always: dict[str, str], engine: EngineInfo, load: Callable[[], Load], bus: Bus
+        self,
+        always: dict[str, str],
+        engine: EngineInfo,
+        load: Callable[[], Load],
+        bus: Bus,
+        room: Callable[[], dict[str, tuple[int, int]]],
     ) -> None:
         self._always = always
         self._engine = engine
         self._load = load
         self._bus = bus
+        self._room = room
 
     def collect(self) -> Iterator[Metric]:
         """For `prometheus_client`."""
@@ -301,6 +309,14 @@ class _Current:
             counter = CounterMetricFamily(PREFIX + name, help, labels=tuple(self._always))
             counter.add_metric(tuple(self._always.values()), value)
             yield counter
+        names = (*self._always, "stream")
+        used = GaugeMetricFamily(f"{PREFIX}stream_bytes", "Bytes in a stream of NATS.", labels=names)
+        allowed = GaugeMetricFamily(f"{PREFIX}stream_max_bytes", "Bytes that it may hold.", labels=names)
+        for stream, (bytes_used, limit) in self._room().items():
+            used.add_metric((*self._always.values(), stream), bytes_used)
+            allowed.add_metric((*self._always.values(), stream), limit)
+        yield used
+        yield allowed
         info = GaugeMetricFamily(
             f"{PREFIX}worker_info", "Always 1.", labels=(*self._always, "version", "engine")
         )

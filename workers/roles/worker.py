@@ -28,6 +28,7 @@ from inferbus.schemas.errors import BusUnavailable, InferbusError
 from inferbus.schemas.fleet import Role
 from inferbus.workers.admission import Admission
 from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.fleet.condition import examine
 from inferbus.workers.bus.fleet.registry import Registry, WorkerExists
 from inferbus.workers.bus.jetstream.provision import provision
 from inferbus.workers.config import Settings
@@ -50,6 +51,7 @@ EXIT_ENGINE: Final = 1
 EXIT_NATS: Final = 3
 
 PROVISION_PAUSE: Final = 1.0
+EXAMINE_INTERVAL: Final = 30.0
 HEALTH_INTERVAL: Final = 5.0
 HEALTH_MISSES: Final = 3
 
@@ -147,8 +149,10 @@ class _Worker:
                 log.info("worker.ready", model=info.model, slots=admission.budget.slots, engine=info.name)
                 async with asyncio.TaskGroup() as group:
                     provisioning = group.create_task(self._provision_again(bus))
+                    examining = group.create_task(self._examine(bus, registry, measured))
                     code = await self._until_stopped(bus, engine, registry)
                     provisioning.cancel()
+                    examining.cancel()
             if code == EXIT_OK or registry.replaced.is_set():
                 await registry.announce("draining")
                 log.info("worker.draining", busy=admission.busy)
@@ -174,6 +178,20 @@ class _Worker:
                 log.warning("streams.not_provisioned", reason=error.message)
                 await asyncio.sleep(PROVISION_PAUSE)
                 back.set()
+
+    async def _examine(self, bus: Bus, registry: Registry, measured: Metrics | None) -> None:
+        """Logs once what is wrong with the fleet, and has metrics show how full its streams are."""
+        told: set[str] = set()
+        while self._role != "prefill":
+            condition = await examine(bus, registry.workers())
+            if measured is not None:
+                measured.room = condition.room
+            # The numbers of a stream that fills change all the time.
+            lines = {each.text.partition(":")[0]: each.text for each in condition.troubles}
+            for what in lines.keys() - told:
+                log.warning("fleet.trouble", reason=lines[what])
+            told = set(lines)
+            await asyncio.sleep(EXAMINE_INTERVAL)
 
     async def _until_stopped(self, bus: Bus, engine: Engine, registry: Registry) -> int:
         """Waits for a signal, the end of the connection, an engine that answers no more, or a successor."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -41,33 +41,49 @@ class Trouble(msgspec.Struct, frozen=True, kw_only=True):
     serious: bool
 
 
-async def troubles(bus: Bus, workers: Sequence[WorkerInfo]) -> list[Trouble]:
-    """What is wrong with the streams and consumers of a fleet, as far as the user may look at them.
+class Condition(msgspec.Struct, frozen=True, kw_only=True):
+    """How a fleet is.
+
+    Attributes:
+        troubles: What is wrong.
+        room: Bytes used and allowed, of each stream that refuses what does not fit.
+    """
+
+    troubles: list[Trouble]
+    room: dict[str, tuple[int, int]]
+
+
+async def examine(bus: Bus, workers: Sequence[WorkerInfo]) -> Condition:
+    """The condition of a fleet, as far as the user may look at its streams and consumers.
 
     Args:
         bus: The connection.
         workers: Those that are announced.
     """
-    found: list[Trouble] = []
+    troubles: list[Trouble] = []
+    room: dict[str, tuple[int, int]] = {}
     for stream in (layout.JOBS, layout.STREAM, layout.RESULTS, layout.CANCEL, layout.DEAD):
         try:
             info = await browse.stream_info(bus, stream)
         except ApiError as error:
             if error.status == NOT_FOUND:
-                found.append(Trouble(text=f"the stream {stream} is missing", serious=True))
+                troubles.append(Trouble(text=f"the stream {stream} is missing", serious=True))
             continue
         except BusUnavailable:
             continue
-        found.extend(_room(stream, info))
+        limit = info["config"].get("max_bytes", layout.UNLIMITED)
+        if stream in _REFUSE and limit > 0:
+            room[stream] = (info["state"]["bytes"], limit)
         if stream == layout.JOBS:
-            found.extend(await _consumers(bus, workers))
-    found.extend(Trouble(text=line, serious=False) for line in unlike(workers))
-    return found
+            troubles.extend(await _consumers(bus, workers))
+    for stream, (used, limit) in room.items():
+        troubles.extend(_full(stream, used, limit))
+    troubles.extend(Trouble(text=line, serious=False) for line in unlike(workers))
+    return Condition(troubles=troubles, room=room)
 
 
-def _room(stream: str, info: dict[str, Any]) -> list[Trouble]:
-    used, limit = info["state"]["bytes"], info["config"].get("max_bytes", layout.UNLIMITED)
-    if stream not in _REFUSE or limit <= 0 or used < NEARLY_FULL * limit:
+def _full(stream: str, used: int, limit: int) -> list[Trouble]:
+    if used < NEARLY_FULL * limit:
         return []
     full = used >= FULL * limit
     text = f"the stream {stream} is {'full' if full else 'nearly full'}: {used} of {limit} bytes"
