@@ -133,6 +133,10 @@ class Subjects(msgspec.Struct, frozen=True):
         base = f"{self.prefix}.prefill.{escape(model)}"
         return base if worker is None else f"{base}.{escape(worker)}"
 
+    def worker(self, worker: str, incarnation: str) -> str:
+        """Subscribed to by one process of a worker: whether somebody listens tells whether it lives."""
+        return f"{self.prefix}.worker.{escape(worker)}.{escape(incarnation)}"
+
     def cancel(self, owner: str, job: str) -> str:
         """A cancellation."""
         return f"{self.prefix}.cancel.{escape(owner)}.{escape(job)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib.metadata
+import logging
 import os
 import socket
 import subprocess
@@ -25,7 +26,13 @@ from inferbus.workers.engine.cpu import detect
 from inferbus.workers.engine.sglang import LaunchFailed, bootstrap, options
 from inferbus.workers.engine.sglang.bounds import Bounds
 from inferbus.workers.engine.sglang.prompts import SGLangPrompt
-from inferbus.workers.engine.sglang.redaction import redacted_record, safe, unquoted
+from inferbus.workers.engine.sglang.redaction import (
+    redacted_record,
+    remember_secrets,
+    safe,
+    unquoted,
+    without_secrets,
+)
 from inferbus.workers.engine.sglang.serving import THREADS, Serving
 from inferbus.workers.engine.sglang.startup import collector_paused, installed_version
 from inferbus.workers.engine.tokens import TokensAnswer
@@ -301,3 +308,21 @@ def test_a_log_message_of_sglang_that_quotes_a_grammar_is_left_out(message: str)
 def test_other_log_messages_of_sglang_stay_as_they_are() -> None:
     record = redacted_record("sglang", 40, "file", 1, "load took %d s", (5,), None)
     assert record.getMessage() == "load took 5 s"
+
+
+def test_secrets_among_the_options_are_in_no_message_and_no_log_line() -> None:
+    given = SimpleNamespace(
+        api_key="sk-0815",
+        admin_api_key="adm-4711",
+        ssl_keyfile_password="pw-1234",
+        ssl_keyfile="/tls/key.pem",
+    )
+    remember_secrets(given)
+    shown = (
+        f"ServerArgs(api_key='sk-0815', admin_api_key='adm-4711', pw='pw-1234', key='{given.ssl_keyfile}')"
+    )
+    record = redacted_record("sglang", logging.INFO, "engine.py", 1, "server_args=%s", (shown,), None)
+    for text in (record.getMessage(), without_secrets(shown)):
+        assert not any(secret in text for secret in ("sk-0815", "adm-4711", "pw-1234"))
+        assert "/tls/key.pem" in text
+    remember_secrets(None)
