@@ -92,9 +92,9 @@ def lossy(client: Client, monkeypatch: pytest.MonkeyPatch, lose: Callable[[Messa
 
 async def test_a_job_is_stored_with_its_identity(client: Client) -> None:
     job = await client.submit("chat", "m", BODY, job_id="j", job_class="interactive", deadline=60)
-    assert job == Job(id="j", owner="me", submission=1, model="m", duplicate=False)
     stored = await JetStream(client.bus).last(layout.JOBS, "infer.jobs.m.interactive.me.chat")
     assert stored is not None
+    assert job == Job(id="j", owner="me", submission=stored.sequence, model="m", duplicate=False)
     assert json.loads(stored.data) == BODY | {"stream_options": {"include_usage": True}}
     assert stored.headers["Infer-Job-Id"] == "j"
     assert stored.headers["Infer-Deadline"] == "60.0"
@@ -350,8 +350,11 @@ async def test_a_result_is_waited_for(client: Client, worker: Responder) -> None
 
 async def test_a_result_that_is_an_error_raises_its_class(client: Client, worker: Responder) -> None:
     job = await client.submit("chat", "m", BODY)
+    assert job.submission is not None
     error = {"code": "context_length_exceeded", "message": "too long"}
-    await worker.store_result("me", job.id, {"error": error, "job": job.id, "attempt": 1}, submission=1)
+    await worker.store_result(
+        "me", job.id, {"error": error, "job": job.id, "attempt": 1}, submission=job.submission
+    )
     with pytest.raises(ContextLengthExceeded, match="too long"):
         await client.result(job)
     with pytest.raises(ContextLengthExceeded, match="too long"):
@@ -360,8 +363,11 @@ async def test_a_result_that_is_an_error_raises_its_class(client: Client, worker
 
 async def test_a_cancelled_job_raises_cancelled_to_who_waits(client: Client, worker: Responder) -> None:
     job = await client.submit("chat", "m", BODY)
+    assert job.submission is not None
     error = {"code": "cancelled", "message": "cancelled by its owner"}
-    await worker.store_result("me", job.id, {"error": error, "job": job.id, "attempt": 1}, submission=1)
+    await worker.store_result(
+        "me", job.id, {"error": error, "job": job.id, "attempt": 1}, submission=job.submission
+    )
     with pytest.raises(Cancelled):
         await client.result(job)
 

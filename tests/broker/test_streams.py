@@ -135,6 +135,19 @@ async def test_model_names_of_any_length_and_spelling_have_consumers(streams: Bu
     assert info["state"]["consumer_count"] == 2 * len(names)
 
 
+@pytest.mark.parametrize(
+    ("stream", "subject"), [(layout.JOBS, "infer.jobs.m.batch.o.chat"), (layout.RESULTS, "infer.results.o.j")]
+)
+async def test_a_stream_that_was_made_anew_gives_no_number_a_second_time(
+    streams: Bus, stream: str, subject: str
+) -> None:
+    """A result of submission 1 would else be taken for that of a later submission 1."""
+    before = [(await JetStream(streams).store(subject, b"{}")).sequence for _ in range(50)]
+    await JetStream(streams).call(f"STREAM.DELETE.{stream}")
+    await provision(streams, StreamSettings(), model="m")
+    assert (await JetStream(streams).store(subject, b"{}")).sequence > max(before)
+
+
 async def test_jobs_are_taken_of_served_models_and_of_known_classes_and_kinds_only(streams: Bus) -> None:
     for kind in KINDS:
         for job_class in CLASSES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from typing import Any, Final
 
 from inferbus.schemas import fleet
@@ -66,10 +67,17 @@ def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[st
 
 
 def new_stream(config: dict[str, Any], subjects: Subjects) -> dict[str, Any]:
-    """What a stream is made with where it is not there: more than one that is there is compared with."""
+    """What a stream is made with where it is not there: more than one that is there is compared with.
+
+    Submissions and results are known by their sequences, also after their stream was deleted and made again.
+    So it does not begin at 1, but at the time in microseconds, which is above every sequence that it ever had.
+    """
+    new = dict(config)
     if config["name"] == JOBS:
-        return config | {"subjects": [no_jobs(subjects)]}
-    return config
+        new["subjects"] = [no_jobs(subjects)]
+    if config["name"] in (JOBS, RESULTS):
+        new["first_seq"] = time.time_ns() // 1000
+    return new
 
 
 def no_jobs(subjects: Subjects) -> str:
