@@ -70,7 +70,7 @@ def new_stream(config: dict[str, Any], subjects: Subjects) -> dict[str, Any]:
     """What a stream is made with where it is not there: more than one that is there is compared with.
 
     Submissions and results are known by their sequences, also after their stream was deleted and made again.
-    So it does not begin at 1, but at the time in microseconds, which is above every sequence that it ever had.
+    So it does not begin at 1, but at the time in microseconds: above every sequence that it ever had.
     """
     new = dict(config)
     if config["name"] == JOBS:

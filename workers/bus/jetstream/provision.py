@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import structlog
+
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.errors import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, ApiError, ProvisionError
 from inferbus.workers.bus.jetstream import layout
@@ -16,6 +18,8 @@ from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.bus.jetstream.differences import differences, strengthened
 from inferbus.workers.bus.jetstream.models import capture_jobs
 from inferbus.workers.config import StreamSettings
+
+log = structlog.get_logger()
 
 _IN_USE: Final = frozenset({10058, 10148, 10013})
 """Stream, consumer, consumer of an old server: exists already, with another configuration."""
@@ -98,12 +102,14 @@ async def _get_or_create(
         # The filter is not repeated in the subject, where its wildcards would not be wildcards.
         body = {"stream_name": name.split(".")[0], "config": config, "action": "create"}
     try:
-        return dict((await jetstream.call(f"{kind}.CREATE.{name}", body))["config"])
+        made = dict((await jetstream.call(f"{kind}.CREATE.{name}", body))["config"])
     except ApiError as error:
         if error.err_code not in _IN_USE:
             raise
         # Another worker has made it meanwhile.
         return dict((await jetstream.call(f"{kind}.INFO.{name}"))["config"])
+    log.info("jetstream.made", kind=kind.lower(), name=name)
+    return made
 
 
 def _refusal(problems: list[str]) -> ProvisionError:
