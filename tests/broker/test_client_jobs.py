@@ -21,6 +21,7 @@ from inferbus.schemas.errors import (
 )
 from inferbus.schemas.fleet import BUCKET, Load, WorkerInfo
 from inferbus.workers.bus.connection.message import Message
+from inferbus.workers.bus.errors import ApiError, StreamFull
 from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.bus.jetstream.provision import provision
@@ -325,6 +326,34 @@ async def test_a_cancel_names_the_submission_it_aims_at(client: Client, worker: 
     assert (await worker.cancel()).headers["Infer-Submission"] == str(job.submission)
     await client.cancel("j")
     assert "Infer-Submission" not in ((await worker.cancel()).headers or {})
+    assert await JetStream(client.bus).last(layout.CANCEL, "infer.cancel.me.j") is not None
+
+
+async def test_a_cancel_that_is_refused_says_so_and_those_before_it_stay(client: Client) -> None:
+    job = await client.submit("chat", "m", BODY, job_id="j")
+    await client.cancel(job)
+    first = await JetStream(client.bus).last(layout.CANCEL, "infer.cancel.me.j")
+    for _ in range(layout.CANCELS_KEPT - 1):
+        await client.cancel("j")
+    with pytest.raises(Overloaded, match="the cancel was refused, .* too many cancels of this id"):
+        await client.cancel("j")
+    assert (await JetStream(client.bus).read(layout.CANCEL, "infer.cancel.me.j"))[0] == first
+
+
+async def test_nobody_pushes_the_cancels_of_others_out(client: Client) -> None:
+    """Large marks of another owner made room for themselves, and a cancelled job ran."""
+    await client.bus.js.purge_stream(layout.CANCEL)
+    config = (await client.bus.js.stream_info(layout.CANCEL)).config
+    config.max_bytes = 4096
+    await client.bus.js.update_stream(config)
+    await client.cancel("j")
+    with pytest.raises(ApiError, match="message size exceeds"):
+        await JetStream(client.bus).store("infer.cancel.other.big", b"x" * 2000)
+    filling = [JetStream(client.bus).store(f"infer.cancel.other.{number}", b"") for number in range(100)]
+    with pytest.raises(StreamFull):
+        await asyncio.gather(*filling)
+    with pytest.raises(Overloaded, match="the cancel was refused, the job goes on: there is no room"):
+        await client.cancel("k")
     assert await JetStream(client.bus).last(layout.CANCEL, "infer.cancel.me.j") is not None
 
 

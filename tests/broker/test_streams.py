@@ -281,11 +281,11 @@ async def test_an_owner_has_no_more_open_jobs_than_it_may(streams: Bus, connect:
     queue = await job_queue(streams, "m", WorkerSettings())
     for _ in range(2):
         await JetStream(streams).store(subject, b"{}")
-    with pytest.raises(ApiError, match="too many open jobs of this owner"):
+    with pytest.raises(ApiError, match="too many messages on this subject"):
         await JetStream(streams).store(subject, b"{}")
     await JetStream(streams).store(other, b"{}")
     first = await queue.take()
-    with pytest.raises(ApiError, match="too many open jobs of this owner"):
+    with pytest.raises(ApiError, match="too many messages on this subject"):
         await JetStream(streams).store(subject, b"{}")
     await first.ack()
     await JetStream(streams).store(subject, b"{}")

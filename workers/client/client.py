@@ -297,6 +297,7 @@ class Client:
         """Stops a job wherever it is, also while queued: this submission, or with an id all up to now.
 
         Raises:
+            Overloaded: There is no room for it; the job goes on.
             BusUnavailable: The server did not take it.
         """
         await publish_cancel(self.bus, self.job(job))

@@ -160,7 +160,15 @@ async def publish_cancel(bus: Bus, job: Job) -> None:
     """Asks for a job to be stopped wherever it is, also while it is queued.
 
     Raises:
+        Overloaded: There is no room for it; the job goes on.
         BusUnavailable: The server did not take it.
     """
     only = {} if job.submission is None else {headers.SUBMISSION: str(job.submission)}
-    await JetStream(bus).store(bus.subjects.cancel(job.owner, job.id), b"", only)
+    try:
+        await JetStream(bus).store(bus.subjects.cancel(job.owner, job.id), b"", only)
+    except SubjectFull:
+        raise Overloaded("the cancel was refused, the job goes on: too many cancels of this id") from None
+    except StreamFull as error:
+        raise Overloaded(
+            f"the cancel was refused, the job goes on: there is no room for it: {error.description}"
+        ) from None

@@ -380,7 +380,7 @@ def _refused(error: _Error, what: str) -> ApiError:
     # One code (JSStreamStoreFailedF) stands for every limit of a stream; the server tells them apart in its
     # description alone.
     if error.err_code == STORE_FAILED and "per subject" in error.description:
-        reason = "too many open jobs of this owner (--streams-owner-jobs)"
+        reason = "too many messages on this subject (of jobs: see --streams-owner-jobs)"
         return SubjectFull(f"{what}: {reason}: {error.description}", **codes)
     if error.err_code in FULL:
         reason = "the stream is full" if error.err_code == STORE_FAILED else "there is no room"

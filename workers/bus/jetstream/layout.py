@@ -27,7 +27,10 @@ MAX_ACK_PENDING: Final = 100_000
 """Of all workers together; the bound in force is the number of their slots."""
 
 CANCELS_KEPT: Final = 64
-"""Cancels of one job id that are remembered."""
+"""Cancels of one job id that are remembered; a day long."""
+
+CANCEL_BYTES: Final = 1024
+"""Of one cancel mark, which has headers only."""
 
 MAX_WAITING: Final = 4096
 """Open pull requests of all workers together."""
@@ -43,8 +46,8 @@ def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[st
     see `entrance`.
 
     Streams whose messages must not be lost refuse what does not fit (`discard: new`): jobs, results, dead
-    letters. Chunks and cancel marks are discarded by age instead (`discard: old`), since a worker must never
-    wait for their readers.
+    letters, and cancel marks, which one owner could push out with many of its own. Chunks are discarded by
+    age instead (`discard: old`), since a worker must never wait for their readers.
     """
     s = settings
     jobs = _stream(JOBS, [], s, s.jobs_max_bytes, s.jobs_max_age)
@@ -60,7 +63,12 @@ def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[st
         guarded(results, subjects, ("results", "attempts")),
         guarded(dead, subjects, ("dead",)),
         # More than one mark per job: each may be for another submission with the same id.
-        cancel | {"discard": "old", "max_msgs_per_subject": CANCELS_KEPT},
+        cancel
+        | {
+            "max_msgs_per_subject": CANCELS_KEPT,
+            "discard_new_per_subject": True,
+            "max_msg_size": CANCEL_BYTES,
+        },
         # As ADR-8 lays out a bucket, so that `nats kv` reads it.
         workers | light | {"max_msgs_per_subject": 1, "allow_rollup_hdrs": True, "deny_delete": True},
     ]
