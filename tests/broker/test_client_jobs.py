@@ -115,6 +115,22 @@ async def test_submitting_an_id_again_returns_the_job_that_is_there(client: Clie
     assert (second.submission, second.duplicate) == (first.submission, True)
 
 
+async def test_an_id_with_another_request_is_another_submission(client: Client) -> None:
+    first = await client.submit("chat", "m", BODY, job_id="j")
+    second = await client.submit("chat", "m", BODY | {"seed": 1}, job_id="j")
+    assert (second.duplicate, second.submission == first.submission) == (False, False)
+
+
+async def test_another_owner_cannot_make_a_job_a_duplicate_by_its_id(
+    client: Client, server: NatsServer
+) -> None:
+    for guessed in ("me.j", "j"):
+        await JetStream(client.bus).store("infer.jobs.m.batch.you.chat", b"{}", {"Nats-Msg-Id": guessed})
+    async with Client.connect(server.url, owner="you") as other:
+        await other.submit("chat", "m", BODY, job_id="j")
+    assert not (await client.submit("chat", "m", BODY, job_id="j")).duplicate
+
+
 async def test_an_id_can_be_submitted_anew_on_purpose(client: Client) -> None:
     first = await client.submit("chat", "m", BODY, job_id="j")
     second = await client.submit("chat", "m", BODY, job_id="j", again=True)
@@ -335,7 +351,7 @@ async def test_a_cancel_that_is_refused_says_so_and_those_before_it_stay(client:
     first = await JetStream(client.bus).last(layout.CANCEL, "infer.cancel.me.j")
     for _ in range(layout.CANCELS_KEPT - 1):
         await client.cancel("j")
-    with pytest.raises(Overloaded, match="the cancel was refused, .* too many cancels of this id"):
+    with pytest.raises(Overloaded, match=r"the cancel was refused, .* too many cancels of this id"):
         await client.cancel("j")
     assert (await JetStream(client.bus).read(layout.CANCEL, "infer.cancel.me.j"))[0] == first
 

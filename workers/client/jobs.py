@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Mapping
 
 import msgspec
@@ -51,6 +52,25 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         """Whether a message belongs to this submission, not to an earlier one of the same id."""
         submission = submission_of(message_headers)
         return self.submission is None or submission is None or submission >= self.submission
+
+
+def message_id(job: str, subject: str, content_type: str, data: bytes) -> str:
+    """The message id under which the server recognises a repeated submission.
+
+    The server compares it with those of all owners. So it is derived from what another owner cannot know: one
+    who guesses a job's id and submits under it must not make the job a duplicate, which would never run.
+
+    Args:
+        job: The job's id.
+        subject: Of the job; it names the owner.
+        content_type: Of the body.
+        data: The body.
+    """
+    parts = (job.encode(), subject.encode(), content_type.encode(), data)
+    digest = hashlib.blake2b(digest_size=20)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()
 
 
 async def publish_job(bus: Bus, subject: str, data: bytes, message_headers: Mapping[str, str]) -> PubAck:
