@@ -153,6 +153,10 @@ class Subjects(msgspec.Struct, frozen=True):
         """The final result of a durable job."""
         return f"{self.prefix}.results.{escape(owner)}.{escape(job)}"
 
+    def results_of(self, owner: str) -> str:
+        """Filter: the results of all durable jobs of one owner."""
+        return f"{self.prefix}.results.{escape(owner)}.*"
+
     def dead(self, model: str, kind: Kind) -> str:
         """A job that will not be tried again."""
         return f"{self.prefix}.dead.{escape(model)}.{_kind(kind)}"

@@ -16,6 +16,7 @@ from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.bus.jetstream.models import covers
 from inferbus.workers.bus.jetstream.provision import ensure_consumer, provision
+from inferbus.workers.bus.jetstream.shares import ResultShares
 from inferbus.workers.bus.queue.consumers import job_consumers, job_queue
 from inferbus.workers.config import MIB, BusSettings, StreamSettings, WorkerSettings
 from inferbus.workers.stack.server import NatsServer
@@ -99,7 +100,7 @@ async def test_adopting_raises_what_is_weaker_and_lowers_nothing(streams: Bus) -
     [
         ({"retention": "limits"}, "retention is limits, wanted workqueue"),
         ({"storage": "memory"}, "storage is memory, wanted file"),
-        ({"discard": "old"}, "discard is old, wanted new"),
+        ({"discard": "old", "discard_new_per_subject": False}, "discard is old, wanted new"),
         ({"max_msgs": 100}, "max_msgs is 100, wanted unlimited"),
         ({"allow_direct": False}, "allow_direct is off, wanted on"),
     ],
@@ -162,6 +163,26 @@ async def test_jobs_are_taken_of_served_models_and_of_known_classes_and_kinds_on
     ):
         with pytest.raises(NoResponders):
             await JetStream(streams).store(subject, b"{}")
+
+
+async def test_an_owner_keeps_its_newest_results_and_nobody_elses_are_removed(streams: Bus) -> None:
+    shares = ResultShares(streams, most=40)
+    for number in range(42):
+        await JetStream(streams).store(f"infer.results.o.{number}", b"{}")
+        await JetStream(streams).store(f"infer.attempts.o.{number}", b"")
+    await JetStream(streams).store("infer.results.p.first", b"{}")
+    assert [shares.due("o"), shares.due("p"), shares.due("o")] == [False, False, True]
+    await shares.enforce("o")
+    await shares.enforce("p")
+    kept = await JetStream(streams).read(layout.RESULTS, "infer.results.o.*")
+    assert [each.subject for each in kept] == [f"infer.results.o.{number}" for number in range(2, 42)]
+    assert len(await JetStream(streams).read(layout.RESULTS, "infer.results.p.*")) == 1
+    assert len(await JetStream(streams).read(layout.RESULTS, "infer.attempts.o.*")) == 42
+
+
+async def test_an_owners_open_jobs_are_bounded_by_default(streams: Bus) -> None:
+    jobs = await config(streams, layout.JOBS)
+    assert (jobs["max_msgs_per_subject"], jobs["discard_new_per_subject"]) == (10_000, True)
 
 
 async def test_workers_of_many_models_that_start_at_once_are_all_served(connect: Connect) -> None:
@@ -273,7 +294,7 @@ def test_replicated_streams_keep_chunks_in_memory() -> None:
 
 async def test_an_owner_has_no_more_open_jobs_than_it_may(streams: Bus, connect: Connect) -> None:
     settings = StreamSettings(owner_jobs=2)
-    with pytest.raises(ProvisionError, match="max_msgs_per_subject is unlimited, wanted 2"):
+    with pytest.raises(ProvisionError, match="max_msgs_per_subject is 10000, wanted 2"):
         await provision(streams, settings)
     await provision(streams, settings, adopt=True)
     await provision(streams, StreamSettings())  # without an opinion of one's own, that of the stream holds

@@ -29,6 +29,9 @@ MAX_ACK_PENDING: Final = 100_000
 CANCELS_KEPT: Final = 64
 """Cancels of one job id that are remembered; a day long."""
 
+OWNER_JOBS: Final = 10_000
+"""Open jobs of one owner for a model, class and kind, where neither settings nor the stream say otherwise."""
+
 CANCEL_BYTES: Final = 1024
 """Of one cancel mark, which has headers only."""
 
@@ -83,6 +86,8 @@ def new_stream(config: dict[str, Any], subjects: Subjects) -> dict[str, Any]:
     new = dict(config)
     if config["name"] == JOBS:
         new["subjects"] = [no_jobs(subjects)]
+        new.setdefault("max_msgs_per_subject", OWNER_JOBS)
+        new["discard_new_per_subject"] = True
     if config["name"] in (JOBS, RESULTS):
         new["first_seq"] = time.time_ns() // 1000
     return new
