@@ -249,13 +249,37 @@ async def test_a_disk_that_is_too_small_is_told(tmp_path: Path) -> None:
         await bus.close()
 
 
-async def test_with_another_prefix_the_subjects_follow(connect: Connect) -> None:
-    bus = await connect(prefix="acme.llm")
-    await provision(bus, StreamSettings())
-    assert (await config(bus, layout.JOBS))["subjects"] == ["acme.llm.jobs"]
-    other = await connect()
-    with pytest.raises(ProvisionError, match=r"subjects is acme\.llm\.stream\.>, wanted infer\.stream\.>"):
-        await provision(other, StreamSettings())
+async def test_deployments_with_prefixes_of_their_own_share_nothing(streams: Bus, connect: Connect) -> None:
+    other = await connect(prefix="acme.llm")
+    await provision(other, StreamSettings(), model="m")
+    names = (await JetStream(streams).call("STREAM.NAMES"))["streams"]
+    assert len(names) == 12
+    assert {"INFER_JOBS", "ACME_LLM_JOBS", "KV_INFER_WORKERS", "KV_ACME_LLM_WORKERS"} <= set(names)
+    for bus in (streams, other):
+        ack = await JetStream(bus).store(
+            bus.subjects.job("m", "batch", "o", "chat"), bus.subjects.prefix.encode(), {"Nats-Msg-Id": "same"}
+        )
+        assert not ack.duplicate
+        await JetStream(bus).store(bus.subjects.result("o", "j"), bus.subjects.prefix.encode(), expect=0)
+    for bus in (streams, other):
+        queue = await job_queue(bus, "m", WorkerSettings())
+        taken = await queue.take()
+        assert taken.message.data == bus.subjects.prefix.encode()
+        await taken.ack()
+        await queue.stop()
+        assert len(await JetStream(bus).read(layout.RESULTS, bus.subjects.all("results"))) == 1
+        assert not await JetStream(bus).read(layout.JOBS, bus.subjects.all("jobs"))
+
+
+@pytest.mark.parametrize("adopt", [False, True])
+async def test_a_prefix_whose_names_are_taken_by_another_is_refused(
+    streams: Bus, connect: Connect, adopt: bool
+) -> None:
+    other = await connect(prefix="Infer")
+    before = await config(streams, layout.STREAM)
+    with pytest.raises(ProvisionError, match="a deployment with another prefix than 'Infer'"):
+        await provision(other, StreamSettings(), adopt=adopt)
+    assert await config(streams, layout.STREAM) == before
 
 
 @pytest.mark.faults

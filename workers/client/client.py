@@ -361,7 +361,7 @@ class Client:
 
     async def _announcements(self) -> list[Stored]:
         try:
-            return await JetStream(self.bus).read(layout.WORKERS, entry_subject())
+            return await JetStream(self.bus).read(layout.WORKERS, entry_subject(self.bus.subjects))
         except ApiError as problem:
             if problem.status != NOT_FOUND:
                 raise

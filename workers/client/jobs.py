@@ -99,7 +99,7 @@ async def publish_job(bus: Bus, subject: str, data: bytes, message_headers: Mapp
 async def _untaken(bus: Bus, model: str) -> InferbusError:
     """Why no stream takes a model's jobs, as far as the user may know."""
     try:
-        entries = await JetStream(bus).read(layout.WORKERS, entry_subject())
+        entries = await JetStream(bus).read(layout.WORKERS, entry_subject(bus.subjects))
     except ApiError:
         return BusUnavailable("no stream takes jobs: has a worker been started?")
     except BusUnavailable:

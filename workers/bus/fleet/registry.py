@@ -17,10 +17,10 @@ from typing import Final
 import msgspec
 import structlog
 
-from inferbus.schemas import codec, fleet
+from inferbus.schemas import codec
 from inferbus.schemas.errors import BusUnavailable, CallerError
 from inferbus.schemas.fleet import Load, Role, State, WorkerInfo
-from inferbus.schemas.subjects import escape
+from inferbus.schemas.subjects import Subjects, escape
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.bus.connection.subscription import Subscription
@@ -42,9 +42,9 @@ def key(info: WorkerInfo) -> str:
     return f"{escape(info.model)}.{escape(info.worker)}"
 
 
-def entry_subject(name: str = ">") -> str:
+def entry_subject(subjects: Subjects, name: str = ">") -> str:
     """The subject of an entry of the bucket by its key, which may hold wildcards."""
-    return f"$KV.{fleet.BUCKET}.{name}"
+    return f"$KV.{layout.bucket(subjects)}.{name}"
 
 
 def parse_entry(entry: Stored | Message) -> WorkerInfo | None:
@@ -77,7 +77,7 @@ class Roster:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bus = bus
-        self._filter = entry_subject(f"{escape(model)}.*" if model is not None else "*.*")
+        self._filter = entry_subject(bus.subjects, f"{escape(model)}.*" if model is not None else "*.*")
         self._ttl = ttl
         self._clock = clock
         self._entries: dict[str, tuple[WorkerInfo, float]] = {}
@@ -117,7 +117,7 @@ class Roster:
 
     def drop(self, info: WorkerInfo) -> None:
         """Leaves a worker out until it announces itself again: it does not answer."""
-        if self._entries.pop(entry_subject(key(info)), None) is not None:
+        if self._entries.pop(entry_subject(self._bus.subjects, key(info)), None) is not None:
             log.info("registry.dropped", worker=info.worker, role=info.role)
             self._notify()
 
@@ -254,7 +254,7 @@ class Registry:
         Raises:
             BusUnavailable: The bucket did not take it.
         """
-        await JetStream(bus).store(entry_subject(key(info)), codec.encode(info))
+        await JetStream(bus).store(entry_subject(bus.subjects, key(info)), codec.encode(info))
 
     async def __aenter__(self) -> Registry:
         await self._roster.__aenter__()
@@ -275,7 +275,7 @@ class Registry:
             await asyncio.wait({self._task})
         await self._roster.__aexit__(kind, error, trace)
         if self._info.state != "failed" and self._bus.connected:
-            self._bus.send(entry_subject(key(self._info)), b"", {OPERATION: DELETE})
+            self._bus.send(entry_subject(self._bus.subjects, key(self._info)), b"", {OPERATION: DELETE})
 
     async def _run(self) -> None:
         while True:
@@ -291,4 +291,4 @@ class Registry:
             self._info = msgspec.structs.replace(self._info, load=load)
         # Not while NATS is away: it would be queued, and arrive late.
         if self._bus.connected:
-            self._bus.send(entry_subject(key(self._info)), codec.encode(self._info))
+            self._bus.send(entry_subject(self._bus.subjects, key(self._info)), codec.encode(self._info))

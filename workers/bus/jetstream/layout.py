@@ -20,6 +20,9 @@ CANCEL: Final = "INFER_CANCEL"
 WORKERS: Final = f"KV_{fleet.BUCKET}"
 """The stream behind the key-value bucket (ADR-8)."""
 
+CONTRACT: Final = frozenset({JOBS, STREAM, RESULTS, DEAD, CANCEL, WORKERS})
+"""Every stream, by its name under the default prefix; `in_account` has the name under another one."""
+
 ANNOUNCE_TTL: Final = 10.0
 """Seconds after which a worker that does not announce itself is no longer listed."""
 
@@ -58,7 +61,7 @@ def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[st
     results = _stream(RESULTS, [], s, s.results_max_bytes, s.results_max_age)
     dead = _stream(DEAD, [], s, s.dead_max_bytes, s.dead_max_age)
     cancel = _stream(CANCEL, [subjects.all("cancel")], s, 64 * MIB, DAY)
-    workers = _stream(WORKERS, [f"$KV.{fleet.BUCKET}.>"], s, 16 * MIB, ANNOUNCE_TTL)
+    workers = _stream(WORKERS, [f"$KV.{bucket(subjects)}.>"], s, 16 * MIB, ANNOUNCE_TTL)
     light = _light(settings)
     return [
         _capped(jobs, settings) | {"retention": "workqueue"},
@@ -75,6 +78,20 @@ def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[st
         # As ADR-8 lays out a bucket, so that `nats kv` reads it.
         workers | light | {"max_msgs_per_subject": 1, "allow_rollup_hdrs": True, "deny_delete": True},
     ]
+
+
+def in_account(name: str, subjects: Subjects) -> str:
+    """The name of one of the contract's streams as the server has it; any other name stays as it is.
+
+    Deployments with prefixes of their own share an account, and nothing in it: `infer` has `INFER_JOBS`,
+    `acme.llm` has `ACME_LLM_JOBS`. Where two prefixes make one name, provisioning refuses the second one.
+    """
+    return name.replace("INFER", subjects.prefix.upper().replace(".", "_"), 1) if name in CONTRACT else name
+
+
+def bucket(subjects: Subjects) -> str:
+    """The name of the workers' key-value bucket."""
+    return in_account(WORKERS, subjects).removeprefix("KV_")
 
 
 def new_stream(config: dict[str, Any], subjects: Subjects) -> dict[str, Any]:
