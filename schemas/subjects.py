@@ -157,6 +157,10 @@ class Subjects(msgspec.Struct, frozen=True):
         """The final result of a durable job."""
         return f"{self.prefix}.results.{escape(owner)}.{escape(job)}"
 
+    def results_of(self, owner: str) -> str:
+        """Filter: the results of all durable jobs of one owner."""
+        return f"{self.prefix}.results.{escape(owner)}.*"
+
     def object(self, owner: str, object_id: str, part: int | str) -> str:
         """A part of a body that is too large for one message, counted from 0; or a filter, by `*`."""
         return f"{self.prefix}.objects.{escape(owner)}.{escape(object_id)}.{part}"

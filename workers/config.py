@@ -247,7 +247,7 @@ class StreamSettings(_Section, frozen=True, kw_only=True):
         int,
         Meta(
             description="Open jobs of one owner for a model, class and kind; beyond it that owner is "
-            "refused. 0: as the stream has it, at first no limit.",
+            "refused. 0: as the stream has it, at first 10,000.",
             ge=0,
         ),
     ] = 0
@@ -257,6 +257,9 @@ class StreamSettings(_Section, frozen=True, kw_only=True):
     stream_max_age: Annotated[float, Meta(description="Seconds that chunks are kept.", ge=1)] = 900.0
     stream_max_chunks: Annotated[int, Meta(description="Chunks kept of one job.", ge=16)] = 65_536
     results_max_bytes: Annotated[int, Meta(description="Room for results.", ge=MIB)] = 1024 * MIB
+    owner_results: Annotated[
+        int, Meta(description="Results kept of one owner; beyond it its oldest are removed. 0: all.", ge=0)
+    ] = 100_000
     results_max_age: Annotated[float, Meta(description="Seconds that results are kept.", ge=1)] = 7 * DAY
     objects_max_bytes: Annotated[
         int, Meta(description="Room for bodies that are too large for one message.", ge=MIB)

@@ -268,7 +268,7 @@ async def test_a_load_that_cannot_be_told_does_not_silence_a_worker(streams: Bus
     settings = WorkerSettings(announce_interval=0.1)
     async with Registry(streams, info("w1"), settings=settings, load=load), Roster(streams) as roster:
         heard: list[Message] = []
-        await streams.subscribe(entry_subject(), heard.append)
+        await streams.subscribe(entry_subject(streams.subjects), heard.append)
         await eventually(lambda: len(heard) >= 3)
         assert names(roster) == ["w1"]
 

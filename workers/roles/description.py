@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from inferbus.schemas.fleet import Load, Role, WorkerInfo
+from inferbus.schemas.subjects import Subjects
 from inferbus.workers.admission import Admission
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.fleet.services import Service
@@ -98,7 +99,7 @@ def service(bus: Bus, info: WorkerInfo, program: Program, *, replies: tuple[str,
     metadata = {"role": info.role, "model": info.model, "engine": info.engine}
     return Service(
         bus,
-        name=f"inferbus-{info.role}",
+        name=f"{_service_name(bus.subjects)}-{info.role}",
         id=info.worker,
         version=info.version,
         description=f"{info.role} worker of {info.model}",
@@ -106,3 +107,9 @@ def service(bus: Bus, info: WorkerInfo, program: Program, *, replies: tuple[str,
         endpoints=program.endpoints,
         replies=replies,
     )
+
+
+def _service_name(subjects: Subjects) -> str:
+    """What the services of one deployment are called; with a prefix of its own it shows it."""
+    own = "" if subjects == Subjects() else f"-{subjects.prefix.replace('.', '-')}"
+    return f"inferbus{own}"

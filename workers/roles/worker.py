@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import random
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -50,7 +51,9 @@ EXIT_OK: Final = 0
 EXIT_ENGINE: Final = 1
 EXIT_NATS: Final = 3
 
+PROVISION_INTERVAL: Final = 4.0
 PROVISION_PAUSE: Final = 1.0
+"""Seconds between looks at the streams; and after a look that failed."""
 EXAMINE_INTERVAL: Final = 30.0
 HEALTH_INTERVAL: Final = 5.0
 HEALTH_MISSES: Final = 3
@@ -148,7 +151,7 @@ class _Worker:
                 await registry.announce("ready")
                 log.info("worker.ready", model=info.model, slots=admission.budget.slots, engine=info.name)
                 async with asyncio.TaskGroup() as group:
-                    provisioning = group.create_task(self._provision_again(bus))
+                    provisioning = group.create_task(self._keep_streams(bus, info.model))
                     examining = group.create_task(self._examine(bus, registry, measured))
                     code = await self._until_stopped(bus, engine, registry)
                     provisioning.cancel()
@@ -165,19 +168,29 @@ class _Worker:
         log.info("worker.stopped", code=code)
         return code
 
-    async def _provision_again(self, bus: Bus) -> None:
-        """After every reconnection: streams in memory do not outlive their server."""
+    async def _keep_streams(self, bus: Bus, model: str) -> None:
+        """Makes streams that are gone again, every few seconds: somebody removed them, or their server.
+
+        Streams in memory do not outlive their server, so it looks after every reconnection as well.
+        """
         back = asyncio.Event()
         bus.on_change(lambda connected: back.set() if connected else None)
+        told: str | None = None
         while True:
-            await back.wait()
+            pause = PROVISION_PAUSE if told else PROVISION_INTERVAL
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause * random.uniform(0.75, 1.25)):  # noqa: S311
+                    await back.wait()
             back.clear()
+            if not bus.connected:
+                continue
             try:
-                await provision(bus, self._settings.streams)
+                await provision(bus, self._settings.streams, model=model)
+                told = None
             except BusUnavailable as error:
-                log.warning("streams.not_provisioned", reason=error.message)
-                await asyncio.sleep(PROVISION_PAUSE)
-                back.set()
+                if error.message != told:
+                    log.warning("streams.not_provisioned", reason=error.message)
+                told = error.message
 
     async def _examine(self, bus: Bus, registry: Registry, measured: Metrics | None) -> None:
         """Logs once what is wrong with the fleet, and has metrics show how full its streams are."""

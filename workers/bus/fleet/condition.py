@@ -25,6 +25,8 @@ _REFUSE: Final = {
     layout.JOBS: "jobs are refused",
     layout.RESULTS: "results have no room",
     layout.DEAD: "dead letters have no room",
+    layout.CANCEL: "cancels are refused",
+    layout.OBJECTS: "bodies over the payload limit are refused",
 }
 """The streams that refuse what does not fit, and what that means; the others discard what is old."""
 
@@ -62,7 +64,7 @@ async def examine(bus: Bus, workers: Sequence[WorkerInfo]) -> Condition:
     """
     troubles: list[Trouble] = []
     room: dict[str, tuple[int, int]] = {}
-    for stream in (layout.JOBS, layout.STREAM, layout.RESULTS, layout.CANCEL, layout.DEAD):
+    for stream in (layout.JOBS, layout.STREAM, layout.RESULTS, layout.CANCEL, layout.DEAD, layout.OBJECTS):
         try:
             info = await browse.stream_info(bus, stream)
         except ApiError as error:

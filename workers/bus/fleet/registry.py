@@ -18,10 +18,10 @@ from typing import Final
 import msgspec
 import structlog
 
-from inferbus.schemas import codec, fleet
+from inferbus.schemas import codec
 from inferbus.schemas.errors import BusUnavailable, CallerError, InvalidRequest, WorkerError
 from inferbus.schemas.fleet import Load, Role, State, WorkerInfo
-from inferbus.schemas.subjects import escape
+from inferbus.schemas.subjects import Subjects, escape
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.bus.connection.subscription import Subscription
@@ -63,9 +63,9 @@ def key(info: WorkerInfo) -> str:
     return f"{escape(info.model)}.{escape(info.worker)}"
 
 
-def entry_subject(name: str = ">") -> str:
+def entry_subject(subjects: Subjects, name: str = ">") -> str:
     """The subject of an entry of the bucket by its key, which may hold wildcards."""
-    return f"$KV.{fleet.BUCKET}.{name}"
+    return f"$KV.{layout.bucket(subjects)}.{name}"
 
 
 def parse_entry(entry: Stored | Message) -> WorkerInfo | None:
@@ -84,7 +84,7 @@ def parse_entry(entry: Stored | Message) -> WorkerInfo | None:
     info = codec.decode(entry.data, WorkerInfo)
     if not (info.worker.isprintable() and info.model.isprintable()):
         raise InvalidRequest("worker and model must be printable text")
-    if entry.subject != entry_subject(key(info)):
+    if entry.subject.split(".", 2)[-1] != key(info):
         raise InvalidRequest("it stands under the key of another worker")
     return info
 
@@ -112,21 +112,23 @@ async def holding(bus: Bus, info: WorkerInfo) -> AsyncIterator[None]:
 def announce(bus: Bus, info: WorkerInfo) -> None:
     """Announces a worker, unless NATS is away: the announcement would be queued, and arrive late."""
     if bus.connected:
-        bus.send(entry_subject(key(info)), codec.encode(info))
+        bus.send(entry_subject(bus.subjects, key(info)), codec.encode(info))
 
 
 def withdraw(bus: Bus, info: WorkerInfo) -> None:
     """Ends the announcement of a worker."""
     if bus.connected:
-        bus.send(entry_subject(key(info)), b"", {OPERATION: DELETE})
+        bus.send(entry_subject(bus.subjects, key(info)), b"", {OPERATION: DELETE})
 
 
 async def _claim(bus: Bus, info: WorkerInfo) -> None:
-    broker, subject = JetStream(bus), entry_subject(key(info))
+    broker, subject = JetStream(bus), entry_subject(bus.subjects, key(info))
     for _ in range(CLAIMS):
         expected = 0
         # Of every model: an id is one worker's.
-        for entry in await broker.read(layout.WORKERS, entry_subject(f"*.{escape(info.worker)}")):
+        for entry in await broker.read(
+            layout.WORKERS, entry_subject(bus.subjects, f"*.{escape(info.worker)}")
+        ):
             if entry.subject == subject:
                 expected = entry.sequence
             other = _readable(entry)
@@ -186,7 +188,7 @@ class Roster:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bus = bus
-        self._filter = entry_subject(f"{escape(model)}.*" if model is not None else "*.*")
+        self._filter = entry_subject(bus.subjects, f"{escape(model)}.*" if model is not None else "*.*")
         self._ttl = ttl
         self._clock = clock
         self._entries: dict[str, tuple[WorkerInfo, float]] = {}
@@ -209,7 +211,7 @@ class Roster:
 
     def find(self, info: WorkerInfo) -> WorkerInfo | None:
         """What is announced now under the key of a worker."""
-        entry = self._entries.get(entry_subject(key(info)))
+        entry = self._entries.get(entry_subject(self._bus.subjects, key(info)))
         return entry[0] if entry is not None else None
 
     def on_change(self, listener: Changed) -> None:
@@ -232,7 +234,7 @@ class Roster:
 
     def drop(self, info: WorkerInfo) -> None:
         """Leaves a worker out until it announces itself again: it does not answer."""
-        if self._entries.pop(entry_subject(key(info)), None) is not None:
+        if self._entries.pop(entry_subject(self._bus.subjects, key(info)), None) is not None:
             log.info("registry.dropped", worker=info.worker, role=info.role)
             self._notify()
 
