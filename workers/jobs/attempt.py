@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
 
 import msgspec
 
-from inferbus.schemas import codec, headers, requests
+from inferbus.schemas import codec, headers, limits, requests
 from inferbus.schemas.errors import InvalidSubject, UnsupportedContentType
 from inferbus.schemas.subjects import LIVE_OWNER, JobClass, JobKey, Kind, Subjects, escape
 from inferbus.workers.bus.interface import Stored
+
+_LARGE_BODIES: Final = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bodies")
+"""Reads large bodies, one at a time: each needs several times its size in memory while it is read."""
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,12 +81,17 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     subjects: Subjects
     replies: tuple[str, ...]
 
-    def open(self) -> tuple[Attempt, requests.AnyRequest]:
-        """The attempt with its headers read, and the checked request.
+    async def open(self) -> tuple[Attempt, requests.AnyRequest]:
+        """The attempt with its headers read, and the checked request; a large one is read in a thread.
 
         Raises:
             CallerError: Of any kind; the answer goes to `self.attempt.reply`.
         """
+        if len(self.body) <= limits.SMALL_BODY:
+            return self._open()
+        return await asyncio.get_running_loop().run_in_executor(_LARGE_BODIES, self._open)
+
+    def _open(self) -> tuple[Attempt, requests.AnyRequest]:
         named_id, named_reply = _named_id(self.headers), self.headers.get(headers.REPLY_TO)
         if named_id:
             escape(named_id)

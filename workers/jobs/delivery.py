@@ -271,7 +271,7 @@ class HeldJob:
     async def _ends_before_the_engine(self) -> bool:
         """Whether an attempt would be refused, late or cancelled."""
         try:
-            attempt, _ = self._envelope.open()
+            attempt, _ = await self._envelope.open()
         except CallerError:
             return True
         return self._parts.runner.expired(attempt) or await self._parts.cancels.aimed_at(self._scope())
@@ -286,7 +286,7 @@ class HeldJob:
         """What was answered is the answer to a repeated submission too, under its own number."""
         attempt = self.attempt
         with contextlib.suppress(CallerError):
-            attempt, _ = self._envelope.open()  # Its headers may name another reply subject.
+            attempt, _ = await self._envelope.open()  # Its headers may name another reply subject.
         answered = without_nats(earlier.headers)
         attempt = msgspec.structs.replace(attempt, number=number(answered[headers.ATTEMPT]))
         fields = answered | {headers.SUBMISSION: str(attempt.submission)}
