@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 
 def number(text: str | None) -> int:
-    """A header that is a number; 0 where it is missing or is none."""
-    return int(text) if text and text.isascii() and text.isdigit() else 0
+    """A header that is a number of at most 18 digits; 0 where it is missing or is none."""
+    return int(text) if text and text.isascii() and text.isdigit() and len(text) <= 18 else 0
 
 
 def without_nats(headers: Mapping[str, str]) -> dict[str, str]:
