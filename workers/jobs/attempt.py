@@ -12,7 +12,16 @@ import msgspec
 
 from inferbus.schemas import codec, headers, limits, requests
 from inferbus.schemas.errors import InvalidSubject, UnsupportedContentType
-from inferbus.schemas.subjects import LIVE_OWNER, JobClass, JobKey, Kind, Subjects, escape
+from inferbus.schemas.subjects import (
+    KINDS,
+    LIVE_OWNER,
+    UNKNOWN,
+    AnyKind,
+    JobClass,
+    JobKey,
+    Subjects,
+    escape,
+)
 from inferbus.workers.bus.interface import Stored
 
 _LARGE_BODIES: Final = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bodies")
@@ -26,7 +35,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
         job: The job's id, as the caller knows it.
         owner: Who submitted it, from the subject; `live` for live requests.
         model: From the subject.
-        kind: From the subject.
+        kind: From the subject; `UNKNOWN` where it is none of the contract.
         number: From 1.
         job_class: Of a durable job; None for a live request.
         submission: Stream sequence of a durable job; None for a live request.
@@ -39,7 +48,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     owner: str
     model: str
-    kind: Kind
+    kind: AnyKind
     number: int
     job_class: JobClass | None
     submission: int | None
@@ -104,6 +113,8 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
             content_type=codec.content_type(self.headers.get(headers.CONTENT_TYPE)),
             deadline=headers.parse_deadline(self.headers, arrived=self.attempt.arrived),
         )
+        if attempt.kind == UNKNOWN:
+            raise InvalidSubject(f"a subject's kind is one of {', '.join(KINDS)}")
         request = requests.read(
             attempt.kind, self.body, content_type=attempt.content_type, model=attempt.model
         )
@@ -126,7 +137,7 @@ def live(
         InvalidSubject: Of another family.
         InvalidReplySubject: The worker must not publish there; no answer can be sent.
     """
-    address = subjects.parse_request(message.subject)
+    address = subjects.parse_request(message.subject, any_kind=True)
     attempt = Attempt(
         job=_usable_id(message.headers) or fallback_id,
         owner=LIVE_OWNER,
@@ -156,7 +167,7 @@ def durable(message: Stored, *, number: int, subjects: Subjects, replies: tuple[
     Raises:
         InvalidSubject: Of another family.
     """
-    address = subjects.parse_job(message.subject)
+    address = subjects.parse_job(message.subject, any_kind=True)
     job = _usable_id(message.headers) or str(message.sequence)
     attempt = Attempt(
         job=job,
@@ -172,6 +183,27 @@ def durable(message: Stored, *, number: int, subjects: Subjects, replies: tuple[
     )
     return Envelope(
         attempt=attempt, body=message.data, headers=message.headers, subjects=subjects, replies=replies
+    )
+
+
+def unaddressed(message: Stored, *, number: int, subjects: Subjects) -> Attempt:
+    """A delivery of a durable job of which nobody can be told, with what can be read of it.
+
+    Args:
+        message: As stored.
+        number: Of the attempt.
+        subjects: Of this bus.
+    """
+    return Attempt(
+        job=_usable_id(message.headers) or str(message.sequence),
+        owner="",
+        model=subjects.model_of(message.subject),
+        kind=UNKNOWN,
+        number=number,
+        job_class=None,
+        submission=message.sequence,
+        arrived=message.time,
+        reply="",
     )
 
 

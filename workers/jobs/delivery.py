@@ -36,13 +36,14 @@ from inferbus.schemas.errors import (
     Draining,
     Ended,
     InferbusError,
+    InternalError,
     LeaseLost,
     PayloadTooLarge,
 )
 from inferbus.workers.admission import Permit
 from inferbus.workers.bus.interface import Broker, Delivery, Stored
 from inferbus.workers.jobs import cancel
-from inferbus.workers.jobs.attempt import Attempt, Envelope, durable, facts
+from inferbus.workers.jobs.attempt import Attempt, Envelope, durable, facts, unaddressed
 from inferbus.workers.jobs.cancel import Cancels
 from inferbus.workers.jobs.dead_letters import DeadLetters
 from inferbus.workers.jobs.duplicate import origin
@@ -128,14 +129,36 @@ class Deliveries:
                 message, number=delivery.attempt, subjects=settings.subjects, replies=settings.replies
             )
         except CallerError as error:
-            log.error("job.unreadable", subject=message.subject, sequence=message.sequence, code=error.code)
-            await delivery.term(error.code)
+            await self.bury_unaddressed(delivery, error)
             return
         job = HeldJob(self, delivery, envelope, permit)
         try:
             await job.handle()
         except BusUnavailable as error:
             job.settled("left", error, reason=error.message)
+        except Exception:  # a supervision point: whatever fails, the job must not stay here
+            log.exception("job.defect", **facts(job.attempt))
+            await delivery.nak(settings.policy.delay(delivery.attempt))
+            job.settled("retried", InternalError("inferbus failed; the worker's log says how"))
+
+    async def bury_unaddressed(self, delivery: Delivery, error: InferbusError) -> None:
+        """A job whose owner or id cannot be read: it has no result, and nothing is lost.
+
+        Args:
+            delivery: The job.
+            error: Why it cannot be read.
+        """
+        settings = self.settings
+        attempt = unaddressed(delivery.message, number=delivery.attempt, subjects=settings.subjects)
+        settlement: Settlement = "dead"
+        try:
+            await self.dead_letters.store(attempt, delivery.message, error)
+            await delivery.term(error.code)
+        except BusUnavailable as problem:
+            settlement, error = "left", problem
+        level, event = EVENTS[settlement]
+        log.log(level, event, code=error.code, reason=error.message, **facts(attempt))
+        self.observer.settled(attempt, settlement, error)
 
 
 class HeldJob:
