@@ -97,10 +97,11 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
             CallerError: Of any kind; the answer goes to `self.attempt.reply`.
         """
         if len(self.body) <= limits.SMALL_BODY:
-            return self._open()
-        return await asyncio.get_running_loop().run_in_executor(_LARGE_BODIES, self._open)
+            return self.read()
+        return await asyncio.get_running_loop().run_in_executor(_LARGE_BODIES, self.read)
 
-    def _open(self) -> tuple[Attempt, requests.AnyRequest]:
+    def read(self) -> tuple[Attempt, requests.AnyRequest]:
+        """`open`, without an event loop."""
         named_id, named_reply = _named_id(self.headers), self.headers.get(headers.REPLY_TO)
         if named_id:
             escape(named_id)

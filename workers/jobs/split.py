@@ -24,7 +24,7 @@ def halves(chunk: msgspec.Struct | bytes) -> tuple[msgspec.Struct | bytes, msgsp
     if not isinstance(chunk, bytes):
         return None
     frame = msgspec.json.decode(chunk)
-    if len(choices := frame.get("choices") or ()) != 1:
+    if len(choices := frame.get("choices") or []) != 1:
         return None
     cut = _choice_halves(choices[0])
     if cut is None:
