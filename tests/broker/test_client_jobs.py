@@ -22,7 +22,7 @@ from inferbus.schemas.errors import (
 from inferbus.schemas.fleet import BUCKET, Load, WorkerInfo
 from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.bus.errors import ApiError, StreamFull
-from inferbus.workers.bus.jetstream import layout
+from inferbus.workers.bus.jetstream import layout, objects
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.bus.jetstream.provision import provision
 from inferbus.workers.client import (
@@ -179,7 +179,10 @@ async def test_the_owner_of_live_requests_is_reserved(server: NatsServer) -> Non
         Client.connect(server.url, owner="live")
 
 
-async def test_a_job_over_the_servers_limit_is_refused_at_once(client: Client) -> None:
+async def test_a_job_over_the_limit_of_objects_is_refused_at_once(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects, "OBJECT_BYTES", client.bus.max_payload)
     with pytest.raises(PayloadTooLarge):
         await client.submit("completions", "m", {"prompt": "x" * client.bus.max_payload})
 

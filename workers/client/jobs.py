@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Mapping
+from typing import Final
 
 import msgspec
 
 from inferbus.schemas import headers
 from inferbus.schemas.errors import BusUnavailable, CallerError, InferbusError, ModelNotFound, Overloaded
+from inferbus.schemas.objects import object_header
 from inferbus.schemas.subjects import escape
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.errors import (
@@ -24,10 +26,14 @@ from inferbus.workers.bus.fleet.registry import entry_subject, parse_entry
 from inferbus.workers.bus.interface import PubAck
 from inferbus.workers.bus.jetstream import browse, layout
 from inferbus.workers.bus.jetstream.client import JetStream
+from inferbus.workers.bus.jetstream.objects import Objects
 from inferbus.workers.client.errors import JobNotFound
 from inferbus.workers.client.messages import submission_of
 from inferbus.workers.client.models import serving
 from inferbus.workers.client.records import job_id
+
+HEADROOM: Final = 4096
+"""Bytes left to a job's headers: a body that leaves less is stored apart."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,17 +80,21 @@ def message_id(job: str, subject: str, content_type: str, data: bytes) -> str:
 
 
 async def publish_job(bus: Bus, subject: str, data: bytes, message_headers: Mapping[str, str]) -> PubAck:
-    """Stores a job.
+    """Stores a job; a body over the server's payload limit apart from it.
 
     It is sent again where no acknowledgement comes; its `Nats-Msg-Id` keeps it from being stored twice.
 
     Raises:
-        PayloadTooLarge: Over the server's limit; nothing was sent.
+        PayloadTooLarge: Over `limits.OBJECT_BYTES`, or over the server's limit where nothing larger may be
+            stored; nothing was sent.
         Overloaded: The queue is full, or this owner's part of it; try again later.
         ModelNotFound: Nobody has ever served jobs of this model.
         BusUnavailable: No NATS stream accepted it, or the acknowledgement did not arrive.
     """
     try:
+        if len(data) > bus.max_payload - HEADROOM:
+            apart = await Objects(bus).store(bus.subjects.parse_job(subject).owner, data)
+            data, message_headers = b"", {**message_headers, **object_header(apart)}
         return await JetStream(bus).store(subject, data, message_headers, resend=True)
     except NoResponders:
         raise await _untaken(bus, bus.subjects.parse_job(subject).model) from None

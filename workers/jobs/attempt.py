@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from inferbus.schemas import codec, headers, limits, requests
-from inferbus.schemas.errors import InvalidSubject, UnsupportedContentType
+from inferbus.schemas.errors import CallerError, InvalidSubject, UnsupportedContentType
 from inferbus.schemas.subjects import (
     KINDS,
     LIVE_OWNER,
@@ -89,6 +89,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
         headers: As received.
         subjects: Of this bus.
         replies: Prefixes of reply subjects that callers may name.
+        problem: Why the body cannot be had, where it is stored apart.
     """
 
     attempt: Attempt
@@ -96,6 +97,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     headers: Mapping[str, str]
     subjects: Subjects
     replies: tuple[str, ...]
+    problem: CallerError | None = None
 
     async def open(self) -> tuple[Attempt, requests.AnyRequest]:
         """The attempt with its headers read, and the checked request; a large one is read in a thread.
@@ -103,6 +105,8 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             CallerError: Of any kind; the answer goes to `self.attempt.reply`.
         """
+        if self.problem is not None:
+            raise self.problem
         if len(self.body) <= limits.SMALL_BODY:
             return self.read()
         return await asyncio.get_running_loop().run_in_executor(_LARGE_BODIES, self.read)

@@ -38,10 +38,12 @@ from inferbus.schemas.errors import (
     InferbusError,
     InternalError,
     LeaseLost,
+    NotSupported,
     PayloadTooLarge,
 )
+from inferbus.schemas.objects import object_header, parse_object
 from inferbus.workers.admission import Permit
-from inferbus.workers.bus.interface import Broker, Delivery, Stored
+from inferbus.workers.bus.interface import Broker, Delivery, ObjectStore, Stored
 from inferbus.workers.jobs import cancel
 from inferbus.workers.jobs.attempt import Attempt, Envelope, durable, facts, unaddressed
 from inferbus.workers.jobs.beginnings import Beginnings, Begun
@@ -86,6 +88,7 @@ class Deliveries:
         cancels: Knows which jobs their owners cancelled.
         settings: Of the worker.
         observer: Told what became of each delivery.
+        objects: Holds bodies over the payload limit; None: there are none.
         clock: Monotonic seconds.
 
     Attributes:
@@ -105,6 +108,7 @@ class Deliveries:
         settings: JobSettings,
         *,
         observer: Observer | None = None,
+        objects: ObjectStore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.broker = broker
@@ -112,6 +116,7 @@ class Deliveries:
         self.cancels = cancels
         self.settings = settings
         self.observer = observer or Observer()
+        self.objects = objects
         self.storage = Storage(clock)
         self.results = ResultStore(broker, settings, self.storage)
         self.dead_letters = DeadLetters(broker, settings, self.storage)
@@ -208,7 +213,6 @@ class HeldJob:
         Raises:
             BusUnavailable: NATS is away, or was for too long.
         """
-        policy = self._parts.settings.policy
         result, in_order = await self._look_up()
         if result.stored:
             await self._tell_readers(result.own)
@@ -218,7 +222,14 @@ class HeldJob:
             self.settled("left", reason="another worker may have taken it over")
         elif (earlier := await self._answered_before(result)) is not None:
             await self._answer_again(result, earlier)
-        elif self._begun == 0 or not policy.last(self._begun + 1):
+        else:
+            await self._fetch_body()
+            await self._begin(result, in_order=in_order)
+
+    async def _begin(self, result: FinalResult, *, in_order: bool) -> None:
+        """The table, before an attempt at a job that has no result."""
+        policy = self._parts.settings.policy
+        if self._begun == 0 or not policy.last(self._begun + 1):
             await self._try(result)
         elif policy.attempts == 1:
             await self._give_up(result, "it came once more after its only attempt")
@@ -248,6 +259,7 @@ class HeldJob:
         elif error is None or isinstance(error, CallerError | Ended):
             outcome = await self._conclude(result, outcome)
             await self._delivery.ack()
+            await self._remove_body()
             self.settled("finished", outcome.error, status=outcome.status, code=outcome.code)
         elif self._delivery.stale or isinstance(error, LeaseLost):
             # Handing it back would take it from its new owner.
@@ -365,8 +377,10 @@ class HeldJob:
         attempt = msgspec.structs.replace(attempt, number=number(found[headers.ATTEMPT]))
         served = Served(worker=found[headers.WORKER], prefill=found.get(headers.PREFILL_WORKER))
         reply = Reply(self._parts.broker, attempt, served)
-        reply.whole(result.data)
-        reply.end(cast(headers.Status, found[headers.STATUS]))
+        apart = parse_object(found)
+        if apart is None:
+            reply.whole(result.data)
+        reply.end(cast(headers.Status, found[headers.STATUS]), apart)
         await self._parts.broker.flush()
 
     async def _give_up(self, result: FinalResult, reason: str) -> None:
@@ -390,10 +404,7 @@ class HeldJob:
         try:
             ours = await self._store(result, outcome)
         except PayloadTooLarge as problem:
-            # Another attempt would not make it smaller.
-            error = PayloadTooLarge(f"the answer as a whole cannot be stored: {problem.message}")
-            body = error_body(outcome.attempt, error)
-            outcome = msgspec.structs.replace(outcome, error=error, body=body)
+            outcome = await self._apart(outcome, problem)
             ours = await self._store(result, outcome)
         if not ours:
             log.warning("job.superseded", **facts(outcome.attempt))
@@ -406,7 +417,48 @@ class HeldJob:
     async def _store(self, result: FinalResult, outcome: AttemptOutcome) -> bool:
         served = served_headers(outcome.attempt, outcome.reply.served)
         fields = {headers.STATUS: outcome.status, **served, **origin(self._delivery.message)}
-        return await result.store(outcome.body, fields)
+        body = outcome.body if outcome.apart is None else b""
+        return await result.store(body, fields | object_header(outcome.apart))
+
+    async def _apart(self, outcome: AttemptOutcome, problem: PayloadTooLarge) -> AttemptOutcome:
+        """An outcome whose body is stored as an object, since a message cannot hold it."""
+        objects, owner = self._parts.objects, outcome.attempt.owner
+        if objects is not None:
+            try:
+                apart = await self._parts.storage.store(
+                    lambda: objects.store(owner, outcome.body), subject="objects"
+                )
+            except PayloadTooLarge as larger:
+                problem = larger
+            else:
+                return msgspec.structs.replace(outcome, apart=apart)
+        # Another attempt would not make it smaller.
+        error = PayloadTooLarge(f"the answer as a whole cannot be stored: {problem.message}")
+        return msgspec.structs.replace(outcome, error=error, body=error_body(outcome.attempt, error))
+
+    async def _fetch_body(self) -> None:
+        """Fetches a body that is stored apart from its job; what is wrong with it is the answer."""
+        objects, message = self._parts.objects, self._delivery.message
+        try:
+            reference = parse_object(message.headers)
+            if reference is None:
+                return
+            if objects is None:
+                raise NotSupported("this worker takes no bodies that are stored apart from their job")
+            body = await objects.fetch(self.attempt.owner, reference)
+            self._envelope = msgspec.structs.replace(self._envelope, body=body)
+        except CallerError as error:
+            self._envelope = msgspec.structs.replace(self._envelope, problem=error)
+
+    async def _remove_body(self) -> None:
+        """Removes a body that is stored apart; what cannot be removed expires."""
+        with contextlib.suppress(CallerError):
+            reference = parse_object(self._delivery.message.headers)
+            if reference is not None and self._parts.objects is not None:
+                try:
+                    await self._parts.objects.remove(self.attempt.owner, reference)
+                except BusUnavailable as error:
+                    log.warning("job.body_left", reason=error.message, **facts(self.attempt))
 
     def _scope(self) -> Scope:
         attempt = self.attempt

@@ -12,6 +12,7 @@ from inferbus.schemas import codec, headers
 from inferbus.schemas.answers import Retrying, TokenChunk
 from inferbus.schemas.errors import ErrorAnswer, InferbusError, LeaseLost, PayloadTooLarge
 from inferbus.schemas.headers import Continuation
+from inferbus.schemas.objects import ObjectRef, object_header
 from inferbus.workers.bus.interface import Broker
 from inferbus.workers.jobs.attempt import Attempt
 from inferbus.workers.jobs.split import halves
@@ -126,12 +127,18 @@ class Reply:
         """Sends the answer in one piece, or an error."""
         self._send(body)
 
-    def end(self, status: headers.Status) -> None:
-        """The end mark: an empty body (ADR-47)."""
+    def end(self, status: headers.Status, apart: ObjectRef | None = None) -> None:
+        """The end mark: an empty body (ADR-47).
+
+        Args:
+            status: How the answer ended.
+            apart: Where the whole answer is stored, which was too large to be sent.
+        """
         fields = {
             headers.STATUS: status,
             headers.CHUNKS: str(self.sent),
             **served_headers(self._attempt, self.served),
+            **object_header(apart),
         }
         self._broker.send(self._attempt.reply, b"", fields)
 

@@ -12,6 +12,7 @@ from inferbus.workers.bus.connection.message import Callback
 from inferbus.workers.bus.connection.subscription import Subscription
 from inferbus.workers.bus.fleet.registry import Registry
 from inferbus.workers.bus.jetstream.client import JetStream
+from inferbus.workers.bus.jetstream.objects import Objects
 from inferbus.workers.bus.jetstream.shares import ResultShares
 from inferbus.workers.bus.queue.consumers import job_queue
 from inferbus.workers.bus.queue.job_queue import JobQueue
@@ -135,7 +136,7 @@ def decode(
     listeners = Listeners(lambda gone: bus.probe_inbox(gone).subject, every=worker.client_gone_every)
     runner = AttemptRunner(broker, Answering(engine, run), ours, listeners=listeners, observer=observers)
     cancels = Cancels(broker, runner.scopes, bus.subjects)
-    deliveries = Deliveries(broker, runner, cancels, ours, observer=observers)
+    deliveries = Deliveries(broker, runner, cancels, ours, observer=observers, objects=Objects(bus))
 
     async def join(callback: Callback) -> Subscription:
         return await bus.subscribe(served[0].subject, callback, queue=served[0].queue)
