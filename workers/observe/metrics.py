@@ -32,6 +32,7 @@ from inferbus.schemas.errors import InferbusError, WorkerError
 from inferbus.schemas.fleet import Load, Role
 from inferbus.schemas.handoff import Transfer
 from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.jetstream.clock import ServerClock
 from inferbus.workers.config import WorkerSettings
 from inferbus.workers.engine.interface import EngineInfo
 from inferbus.workers.jobs.attempt import Attempt
@@ -123,7 +124,7 @@ class Metrics(Observer):
         )
         self._queue_wait_seconds = histogram(
             "queue_wait_seconds",
-            "From the submission of a job to its attempt, by the clocks of server and worker.",
+            "From the submission of a job to its attempt, by the server's clock.",
             REQUEST_SECONDS,
             "class",
         )
@@ -200,14 +201,15 @@ class Metrics(Observer):
         """See `Observer`."""
         self._handoffs("refused", code).inc()
 
-    def watch(self, load: Callable[[], Load], bus: Bus) -> None:
+    def watch(self, load: Callable[[], Load], bus: Bus, clock: ServerClock) -> None:
         """Has these looked up whenever Prometheus asks.
 
         Args:
             load: As last announced.
             bus: The worker's connection.
+            clock: Compares the worker's clock with the server's.
         """
-        self.registry.register(_Current(self._always, self._engine, load, bus))
+        self.registry.register(_Current(self._always, self._engine, load, bus, clock))
 
 
 class _Family:
@@ -225,12 +227,18 @@ class _Current:
     """Looked up when asked, on the thread that asks: nothing in here waits or changes anything."""
 
     def __init__(
-        self, always: dict[str, str], engine: EngineInfo, load: Callable[[], Load], bus: Bus
+        self,
+        always: dict[str, str],
+        engine: EngineInfo,
+        load: Callable[[], Load],
+        bus: Bus,
+        clock: ServerClock,
     ) -> None:
         self._always = always
         self._engine = engine
         self._load = load
         self._bus = bus
+        self._clock = clock
 
     def collect(self) -> Iterator[Metric]:
         """For `prometheus_client`."""
@@ -247,6 +255,7 @@ class _Current:
             ("admission_queued_requests", "Requests held back before the engine.", load.queued),
             ("engine_kv_tokens", "Tokens that the KV cache has room for.", self._engine.capacity.kv_tokens),
             ("nats_connected", "Whether the worker is connected to NATS.", int(bus.connected)),
+            ("clock_skew_seconds", "Worker's clock minus the server's.", self._clock.skew),
         ):
             gauge = GaugeMetricFamily(PREFIX + name, help, labels=tuple(self._always))
             gauge.add_metric(tuple(self._always.values()), value)
