@@ -55,8 +55,8 @@ SUBMITTED: Final = "Infer-Submitted"
 CONTINUES: Final = "Infer-Continues"
 """On the first chunk of a newer attempt that goes on after an older one: see `Continuation`."""
 
-LAST_ATTEMPTS: Final = "Infer-Last-Attempts"
-"""Beside a job's result: how many last attempts at it began, and were not given up in good order."""
+BEGUN: Final = "Infer-Begun"
+"""Beside a job's result: how many attempts at it began, and were not given up in order."""
 
 REASON: Final = "Infer-Reason"
 """On dead letters: the error's code."""
