@@ -133,6 +133,10 @@ class Subjects(msgspec.Struct, frozen=True):
         base = f"{self.prefix}.prefill.{escape(model)}"
         return base if worker is None else f"{base}.{escape(worker)}"
 
+    def worker(self, worker: str, incarnation: str) -> str:
+        """Subscribed to by one process of a worker: whether somebody listens tells whether it lives."""
+        return f"{self.prefix}.worker.{escape(worker)}.{escape(incarnation)}"
+
     def cancel(self, owner: str, job: str) -> str:
         """A cancellation."""
         return f"{self.prefix}.cancel.{escape(owner)}.{escape(job)}"
@@ -152,6 +156,10 @@ class Subjects(msgspec.Struct, frozen=True):
     def result(self, owner: str, job: str) -> str:
         """The final result of a durable job."""
         return f"{self.prefix}.results.{escape(owner)}.{escape(job)}"
+
+    def results_of(self, owner: str) -> str:
+        """Filter: the results of all durable jobs of one owner."""
+        return f"{self.prefix}.results.{escape(owner)}.*"
 
     def object(self, owner: str, object_id: str, part: int | str) -> str:
         """A part of a body that is too large for one message, counted from 0; or a filter, by `*`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import hashlib
 from collections.abc import Mapping
 
 import msgspec
@@ -46,6 +47,12 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     def key(self) -> JobKey:
         """As cancel, stream and result subjects name it."""
         return JobKey(self.owner, self.job)
+
+    @property
+    def answer_id(self) -> str:
+        """32 hexadecimal digits, the same for every attempt at this request, and for no other request."""
+        parts = (self.owner, self.job, self.submission, self.arrived.timestamp())
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
     @property
     def durable(self) -> bool:

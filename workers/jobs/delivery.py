@@ -57,6 +57,7 @@ from inferbus.workers.jobs.results import FinalResult, ResultStore
 from inferbus.workers.jobs.runner import AttemptRunner
 from inferbus.workers.jobs.scope import Scope
 from inferbus.workers.jobs.settings import JobSettings
+from inferbus.workers.jobs.storage import Storage
 
 log = structlog.get_logger()
 
@@ -87,6 +88,7 @@ class Deliveries:
         clock: Monotonic seconds.
 
     Attributes:
+        storage: Outlasts outages; its `full` says why no more jobs are to be taken.
         results: Stored ones.
         dead_letters: Stores them.
         beginnings: Counts attempts.
@@ -109,9 +111,10 @@ class Deliveries:
         self.cancels = cancels
         self.settings = settings
         self.observer = observer or Observer()
-        self.results = ResultStore(broker, settings, clock)
-        self.dead_letters = DeadLetters(broker, settings, clock)
-        self.beginnings = Beginnings(broker, settings, clock)
+        self.storage = Storage(clock)
+        self.results = ResultStore(broker, settings, self.storage)
+        self.dead_letters = DeadLetters(broker, settings, self.storage)
+        self.beginnings = Beginnings(broker, settings, self.storage)
         self.quarantine = Quarantine()
         self.history = History(broker, settings.subjects)
 

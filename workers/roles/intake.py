@@ -21,6 +21,7 @@ from inferbus.workers.jobs.delivery import Deliveries
 from inferbus.workers.jobs.runner import AttemptRunner
 from inferbus.workers.jobs.scope import Scope
 from inferbus.workers.jobs.settings import JobSettings
+from inferbus.workers.jobs.storage import Storage
 
 log = structlog.get_logger()
 
@@ -209,8 +210,9 @@ class JobIntake:
         """Pulls until `drain`."""
         while not self._draining.is_set():
             await self._first(self._admission.room.wait())
+            await self._first(self.storage.has_room.wait())
             pulling = asyncio.create_task(self._source.take())
-            await self._first(pulling, self._admission.no_room.wait())
+            await self._first(pulling, self._admission.no_room.wait(), self.storage.has_no_room.wait())
             if not pulling.done():
                 # A job that arrives at this moment is kept by the source for the next `take`.
                 pulling.cancel()
@@ -221,6 +223,11 @@ class JobIntake:
         """Takes nothing more; hands back what has not started."""
         self._draining.set()
         await self._source.stop()
+
+    @property
+    def storage(self) -> Storage:
+        """No job is pulled while answers wait for room in it."""
+        return self._deliveries.storage
 
     async def _first(self, *conditions: Awaitable[Any]) -> None:
         """Waits for any of these, or for the end."""
