@@ -8,7 +8,7 @@ from inferbus.schemas import headers
 from inferbus.schemas.errors import InferbusError, PayloadTooLarge
 from inferbus.workers.bus.interface import Broker, Stored
 from inferbus.workers.jobs.attempt import Attempt, facts
-from inferbus.workers.jobs.fields import without_nats
+from inferbus.workers.jobs.fields import publishable, without_nats
 from inferbus.workers.jobs.settings import JobSettings
 from inferbus.workers.jobs.storage import Storage
 
@@ -52,7 +52,7 @@ class DeadLetters:
 
     def _headers(self, attempt: Attempt, message: Stored, error: InferbusError) -> dict[str, str]:
         return {
-            **without_nats(message.headers),
+            **publishable(without_nats(message.headers)),
             headers.REASON: error.code,
             headers.DETAIL: error.message,
             headers.ATTEMPT: str(attempt.number),

@@ -25,7 +25,7 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     def delay(self, attempt: int, *, uniform: random.Random | None = None) -> float:
         """Seconds to wait after attempt number `attempt` failed; doubles with every attempt."""
-        base = min(self.first * 2.0 ** (attempt - 1), self.longest)
+        base = min(self.first * 2.0 ** min(attempt - 1, 64), self.longest)
         share = (uniform or random.SystemRandom()).uniform(-self.jitter, self.jitter)
         return base * (1.0 + share)
 
