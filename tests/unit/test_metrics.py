@@ -214,7 +214,8 @@ def test_how_busy_the_worker_is_is_looked_up_when_asked() -> None:
     metrics = Metrics("decode", ENGINE)
     load = Load(slots=8)
     bus: Any = SimpleNamespace(connected=True, reconnects=0, writer=SimpleNamespace(sent=5, dropped=0))
-    metrics.watch(lambda: load, bus)
+    clock: Any = SimpleNamespace(skew=75.0)
+    metrics.watch(lambda: load, bus, clock)
     assert told(metrics)("inferbus_slots") == 8
     assert told(metrics)("inferbus_nats_connected") == 1
     load = Load(slots=8, busy=3, running=2, waiting=1, kv_used=77)
@@ -225,6 +226,7 @@ def test_how_busy_the_worker_is_is_looked_up_when_asked() -> None:
     assert found("inferbus_engine_kv_tokens") == ENGINE.capacity.kv_tokens
     assert found("inferbus_nats_connected") == 0
     assert found("inferbus_messages_dropped_total") == 4
+    assert found("inferbus_clock_skew_seconds") == 75
     assert found("inferbus_worker_info", engine="scripted") == 1
 
 

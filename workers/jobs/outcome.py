@@ -22,7 +22,7 @@ class AttemptOutcome(msgspec.Struct, frozen=True, kw_only=True):
         streamed: Whether the answer has gone out in chunks already.
         chunks: How many have gone out.
         first_chunk: Seconds from the attempt's beginning to the first one; None where none has gone out.
-        queued: Seconds from the arrival of the request to the attempt's beginning, by two machines' clocks.
+        queued: Seconds from the arrival of the request to the attempt's beginning.
         admitted_after: Seconds that it was held back before the engine.
         apart: Where the body is stored, if it is too large for a message.
     """

@@ -61,7 +61,7 @@ class AttemptRunner:
         settings: Of the worker.
         listeners: End attempts whose caller is gone.
         observer: Told of every outcome.
-        now: Wall clock, aware.
+        now: The clock by which requests arrive and expire: the server's; aware.
 
     Attributes:
         scopes: The attempts under way.

@@ -38,6 +38,7 @@ from inferbus.schemas.handoff import Transfer
 from inferbus.schemas.headers import Status
 from inferbus.schemas.subjects import CLASSES, KINDS
 from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.jetstream.clock import ServerClock
 from inferbus.workers.config import WorkerSettings
 from inferbus.workers.engine.interface import EngineInfo
 from inferbus.workers.jobs.attempt import Attempt
@@ -139,7 +140,7 @@ class Metrics(Observer):
         )
         self._queue_wait_seconds = histogram(
             "queue_wait_seconds",
-            "From the submission of a job to its attempt, by the clocks of server and worker.",
+            "From the submission of a job to its attempt, by the server's clock.",
             REQUEST_SECONDS,
             "class",
         )
@@ -244,14 +245,15 @@ class Metrics(Observer):
         """See `Observer`."""
         self._handoffs("refused", code).inc()
 
-    def watch(self, load: Callable[[], Load], bus: Bus) -> None:
+    def watch(self, load: Callable[[], Load], bus: Bus, clock: ServerClock) -> None:
         """Has these looked up whenever Prometheus asks.
 
         Args:
             load: As last announced.
             bus: The worker's connection.
+            clock: Compares the worker's clock with the server's.
         """
-        self.registry.register(_Current(self._always, self._engine, load, bus, lambda: self.room))
+        self.registry.register(_Current(self._always, self._engine, load, bus, clock, lambda: self.room))
 
 
 class _Family:
@@ -274,12 +276,14 @@ class _Current:
         engine: EngineInfo,
         load: Callable[[], Load],
         bus: Bus,
+        clock: ServerClock,
         room: Callable[[], dict[str, tuple[int, int]]],
     ) -> None:
         self._always = always
         self._engine = engine
         self._load = load
         self._bus = bus
+        self._clock = clock
         self._room = room
 
     def collect(self) -> Iterator[Metric]:
@@ -297,6 +301,7 @@ class _Current:
             ("admission_queued_requests", "Requests held back before the engine.", load.queued),
             ("engine_kv_tokens", "Tokens that the KV cache has room for.", self._engine.capacity.kv_tokens),
             ("nats_connected", "Whether the worker is connected to NATS.", int(bus.connected)),
+            ("clock_skew_seconds", "Worker's clock minus the server's.", self._clock.skew),
         ):
             gauge = GaugeMetricFamily(PREFIX + name, help, labels=tuple(self._always))
             gauge.add_metric(tuple(self._always.values()), value)

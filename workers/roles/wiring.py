@@ -12,6 +12,7 @@ from inferbus.workers.bus.connection.message import Callback
 from inferbus.workers.bus.connection.subscription import Subscription
 from inferbus.workers.bus.fleet.registry import Registry
 from inferbus.workers.bus.jetstream.client import JetStream
+from inferbus.workers.bus.jetstream.clock import ServerClock
 from inferbus.workers.bus.jetstream.objects import Objects
 from inferbus.workers.bus.jetstream.shares import ResultShares
 from inferbus.workers.bus.queue.consumers import job_queue
@@ -65,6 +66,7 @@ async def program(
     admission: Admission,
     settings: Settings,
     observer: Observer,
+    clock: ServerClock,
 ) -> Program:
     """The program of a role.
 
@@ -76,6 +78,7 @@ async def program(
         admission: Bounds what it takes.
         settings: Of this worker.
         observer: Told what ends here.
+        clock: By which requests expire.
 
     Raises:
         BusUnavailable: The consumers of jobs cannot be made.
@@ -84,7 +87,7 @@ async def program(
         return prefill(bus, engine, admission, job_settings(settings, bus.subjects), observer)
     queue = await job_queue(bus, engine.info.model, settings.worker)
     prefills = registry if role == "decode" else None
-    program = decode(bus, engine, prefills, queue, admission, settings, observer)
+    program = decode(bus, engine, prefills, queue, admission, settings, observer, clock)
     program.storage.on_change(lambda: registry.note(program.storage.full))
     return program
 
@@ -114,6 +117,7 @@ def decode(
     admission: Admission,
     settings: Settings,
     observer: Observer,
+    clock: ServerClock,
 ) -> DecodeProgram:
     """The decode program, and `both`.
 
@@ -125,6 +129,7 @@ def decode(
         admission: Bounds what it takes.
         settings: Of this worker.
         observer: Told what ends here.
+        clock: By which requests expire.
     """
     ours, worker = job_settings(settings, bus.subjects), settings.worker
     served = endpoints.of_decode(bus.subjects, engine.info.model, worker)
@@ -134,7 +139,9 @@ def decode(
     run, gate = _legs(bus, engine, registry, queue, admission, settings)
     broker = JetStream(bus)
     listeners = Listeners(lambda gone: bus.probe_inbox(gone).subject, every=worker.client_gone_every)
-    runner = AttemptRunner(broker, Answering(engine, run), ours, listeners=listeners, observer=observers)
+    runner = AttemptRunner(
+        broker, Answering(engine, run), ours, listeners=listeners, observer=observers, now=clock.now
+    )
     cancels = Cancels(broker, runner.scopes, bus.subjects)
     deliveries = Deliveries(broker, runner, cancels, ours, observer=observers, objects=Objects(bus))
 
@@ -147,7 +154,7 @@ def decode(
         served,
         runner=runner,
         cancels=cancels,
-        live=LiveIntake(join, runner, tasks, admission, ours),
+        live=LiveIntake(join, runner, tasks, admission, ours, now=clock.now),
         jobs=JobIntake(queue, deliveries, tasks, admission, ours),
         tasks=tasks,
         gate=gate,

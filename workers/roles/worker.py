@@ -31,6 +31,7 @@ from inferbus.workers.admission import Admission
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.fleet.condition import examine
 from inferbus.workers.bus.fleet.registry import Registry, WorkerExists
+from inferbus.workers.bus.jetstream import clock as clocks
 from inferbus.workers.bus.jetstream.provision import provision
 from inferbus.workers.config import Settings
 from inferbus.workers.engine.interface import Engine
@@ -136,11 +137,14 @@ class _Worker:
         admission = Admission(budget(self._role, info.capacity, settings))
         described = self._description.loaded(info, admission)
         load = functools.partial(description.load, engine, admission)
-        async with Registry(bus, described, settings=settings, load=load) as registry:
+        async with (
+            clocks.following(bus) as clock,
+            Registry(bus, described, settings=settings, load=load) as registry,
+        ):
             if measured is not None:
-                measured.watch(lambda: registry.info.load, bus)
+                measured.watch(lambda: registry.info.load, bus, clock)
             program = await wiring.program(
-                self._role, bus, engine, registry, admission, self._settings, measured or Observer()
+                self._role, bus, engine, registry, admission, self._settings, measured or Observer(), clock
             )
             # After the engine is up: SGLang takes SIGTERM for itself while it starts.
             self._signals.catch()
