@@ -135,7 +135,7 @@ async def test_a_dead_read_loop_is_noticed_and_the_connection_made_anew(connect:
     async def broken(*_: Any) -> None:
         raise RuntimeError("as an exception from a callback would do")
 
-    parser = bus.nc._ps
+    parser: Any = bus.nc._ps
     parse, parser.parse = parser.parse, broken
     bus.send("a", b"lost")
     await eventually(lambda: natspy.read_loop_died(bus.nc))

@@ -108,7 +108,7 @@ class Bus:
         bus.watchdog = Watchdog(bus._client, bus._fail, interval=watchdog)
         bus._supervision = asyncio.create_task(bus.watchdog.run(), name="bus-watchdog")
         try:
-            await bus.subscribe(bus._inboxes.filter, bus._inboxes.dispatch)
+            await bus.subscribe(bus._inboxes.filter, bus._inboxes.dispatch, undecodable=True)
         except BusUnavailable:
             await bus.close()
             raise
@@ -201,23 +201,35 @@ class Bus:
         except (TimeoutError, nats.errors.Error, OSError) as error:
             raise BusUnavailable(f"NATS did not take everything within {timeout:g} s") from error
 
-    async def subscribe(self, subject: str, callback: Callback, queue: str = "") -> Subscription:
+    async def subscribe(
+        self, subject: str, callback: Callback, queue: str = "", *, undecodable: bool = False
+    ) -> Subscription:
         """Subscribes; on return the server knows. Messages of one subscription come one after the other.
+
+        Args:
+            subject: To this.
+            callback: Gets the messages.
+            queue: In this queue group, if any.
+            undecodable: Also those whose subject or headers are no text; else they are logged and dropped.
 
         Raises:
             NotPermitted: Naming the subject.
             InvalidSubject: Not a subject that can be subscribed to.
         """
         # Apart from the caller's task: nats-py would swallow its cancellation, and the subscription stay.
-        opening = asyncio.ensure_future(self._subscribe(subject, callback, queue))
+        opening = asyncio.ensure_future(self._subscribe(subject, callback, queue, undecodable))
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
             opening.add_done_callback(_abandon)
             raise
 
-    async def _subscribe(self, subject: str, callback: Callback, queue: str) -> Subscription:
-        subscription = await self._subscriptions.open(check_filter(subject), queue, callback)
+    async def _subscribe(
+        self, subject: str, callback: Callback, queue: str, undecodable: bool
+    ) -> Subscription:
+        subscription = await self._subscriptions.open(
+            check_filter(subject), queue, callback, undecodable=undecodable
+        )
         self._permissions.allow_subscription(subject)
         try:
             if self.connected:

@@ -8,12 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import ssl
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from nats.aio.client import Client
+from nats.aio.msg import Msg
 from nats.errors import StaleConnectionError
+
+from inferbus.workers.bus.connection.protocol import Headers, Parser, escaped, read_headers, read_subject
+
+
+@dataclasses.dataclass
+class ReceivedMsg(Msg):  # type: ignore[misc]  # nats-py has no types
+    """nats-py's message.
+
+    Attributes:
+        undecodable: The header block as received, where it or a subject is no text; the subjects are escaped
+            then.
+    """
+
+    undecodable: bytes | None = None
 
 
 class GuardedClient(Client):  # type: ignore[misc]  # nats-py has no types
@@ -23,7 +39,31 @@ class GuardedClient(Client):  # type: ignore[misc]  # nats-py has no types
     expected PONGs. When that PONG comes after all, `set_result` raises InvalidStateError, which ends the
     read loop unreported: the client stays "connected" and receives nothing. Where a later version renames
     these methods, the watchdog notices.
+
+    What arrives is read by our own parser; see `protocol`.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ps = Parser(self)
+
+    async def _process_headers(self, headers: bytes | None) -> Headers | None:
+        return read_headers(headers) if headers else None
+
+    def _build_message(
+        self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: Headers | None
+    ) -> ReceivedMsg:
+        target, answer = read_subject(subject), read_subject(reply)
+        sound = target is not None and answer is not None and not (headers is not None and headers.malformed)
+        return ReceivedMsg(
+            self,
+            subject=escaped(subject) if target is None else target,
+            reply=escaped(reply) if answer is None else answer,
+            data=data,
+            headers=headers,
+            _sid=sid,
+            undecodable=None if sound else (headers.raw if headers is not None else b""),
+        )
 
     async def _process_pong(self) -> None:
         pongs: list[asyncio.Future[bool]] = getattr(self, "_pongs", [])

@@ -73,6 +73,8 @@ class NatsDelivery:
             headers=message.headers,
             sequence=ack.sequence,
             time=ack.time,
+            forwarded=message.forwarded,
+            undecodable=message.undecodable,
         )
         self._attempt = ack.attempt
         self._taken = self._seen = time.monotonic()
