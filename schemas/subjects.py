@@ -25,6 +25,9 @@ CLASSES: Final[tuple[JobClass, ...]] = get_args(JobClass)
 LIVE_OWNER: Final = "live"
 """The owner token of live requests, in cancel subjects; no durable job may use it."""
 
+UNREAD: Final = "unread"
+"""In place of the kind in a dead letter's subject: the job could not be read."""
+
 _SAFE: Final = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
 _TOKEN: Final = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+")
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_-]+")
@@ -151,6 +154,12 @@ class Subjects(msgspec.Struct, frozen=True):
     def dead(self, model: str, kind: Kind) -> str:
         """A job that will not be tried again."""
         return f"{self.prefix}.dead.{escape(model)}.{_kind(kind)}"
+
+    def dead_unread(self, subject: str) -> str:
+        """A job whose subject or headers cannot be read, by its subject."""
+        tokens = subject.split(".")[self.prefix.count(".") + 1 :]
+        model = tokens[1] if len(tokens) > 1 and _TOKEN.fullmatch(tokens[1]) else UNREAD
+        return f"{self.prefix}.dead.{model}.{UNREAD}"
 
     def all(self, family: Literal["jobs", "stream", "results", "attempts", "cancel", "alive", "dead"]) -> str:
         """Filter: everything of one family."""

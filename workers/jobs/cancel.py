@@ -110,6 +110,9 @@ def hits(mark: Stored, *, submission: int | None, stored: dt.datetime | None) ->
         submission: The job's stream sequence.
         stored: When the server stored the job, by the same clock as the cancel; None where it did not.
     """
+    if mark.forwarded or mark.data:
+        # The answer to another message that somebody had sent here; a cancel has no body.
+        return False
     named = mark.headers.get(headers.SUBMISSION)
     if named is not None:
         return named == str(submission)

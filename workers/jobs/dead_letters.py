@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Final
 
 import structlog
 
@@ -16,6 +17,9 @@ from inferbus.workers.jobs.retry import outlast_outage
 from inferbus.workers.jobs.settings import JobSettings
 
 log = structlog.get_logger()
+
+RAW_CHARS: Final = 8192
+"""Characters of an unreadable header block that its dead letter keeps."""
 
 
 class DeadLetters:
@@ -46,22 +50,48 @@ class DeadLetters:
             BusUnavailable: NATS was away for too long.
         """
         subject = self._settings.subjects.dead(attempt.model, attempt.kind)
-        letter = self._headers(attempt, message, error)
+        letter = {
+            **without_nats(message.headers),
+            headers.JOB_ID: attempt.job,
+            **self._headers(attempt.number, message, error),
+        }
         try:
-            await outlast_outage(
-                lambda: self._broker.store(subject, message.data, letter), subject=subject, clock=self._clock
-            )
+            await self._store(subject, message, letter)
         except PayloadTooLarge as problem:
             # Its error is still its result.
             log.error("job.no_letter", reason=problem.message, **facts(attempt))
 
-    def _headers(self, attempt: Attempt, message: Stored, error: InferbusError) -> dict[str, str]:
+    async def store_unread(self, message: Stored, number: int, error: InferbusError) -> None:
+        """Stores one for a job that cannot be read; see `store` for one that does not fit.
+
+        Args:
+            message: The job as submitted.
+            number: Of the delivery.
+            error: Why it cannot be read.
+
+        Raises:
+            BusUnavailable: NATS was away for too long.
+        """
+        subject = self._settings.subjects.dead_unread(message.subject)
+        if message.undecodable is None:
+            letter = without_nats(message.headers)
+        else:
+            letter = {headers.RAW: headers.escaped(message.undecodable)[:RAW_CHARS]}
+        try:
+            await self._store(subject, message, letter | self._headers(number, message, error))
+        except PayloadTooLarge as problem:
+            log.error("job.no_letter", reason=problem.message, subject=subject, submission=message.sequence)
+
+    async def _store(self, subject: str, message: Stored, letter: dict[str, str]) -> None:
+        await outlast_outage(
+            lambda: self._broker.store(subject, message.data, letter), subject=subject, clock=self._clock
+        )
+
+    def _headers(self, number: int, message: Stored, error: InferbusError) -> dict[str, str]:
         return {
-            **without_nats(message.headers),
             headers.REASON: error.code,
             headers.DETAIL: error.message,
-            headers.ATTEMPT: str(attempt.number),
-            headers.JOB_ID: attempt.job,
+            headers.ATTEMPT: str(number),
             headers.SUBJECT: message.subject,
             headers.SUBMISSION: str(message.sequence),
             headers.WORKER: self._settings.worker,

@@ -36,6 +36,7 @@ from inferbus.schemas.errors import (
     Draining,
     Ended,
     InferbusError,
+    InvalidRequest,
     LeaseLost,
     PayloadTooLarge,
 )
@@ -124,18 +125,43 @@ class Deliveries:
         """
         message, settings = delivery.message, self.settings
         try:
+            _check_genuine(message)
             envelope = durable(
                 message, number=delivery.attempt, subjects=settings.subjects, replies=settings.replies
             )
         except CallerError as error:
-            log.error("job.unreadable", subject=message.subject, sequence=message.sequence, code=error.code)
-            await delivery.term(error.code)
+            await self._bury_unread(delivery, error)
             return
         job = HeldJob(self, delivery, envelope, permit)
         try:
             await job.handle()
         except BusUnavailable as error:
             job.settled("left", error, reason=error.message)
+
+    async def _bury_unread(self, delivery: Delivery, error: CallerError) -> None:
+        """A job that cannot be read has no owner to tell: it is a dead letter, without a result."""
+        message = delivery.message
+        told: dict[str, object] = {"subject": message.subject, "submission": message.sequence}
+        try:
+            await self.dead_letters.store_unread(message, delivery.attempt, error)
+            await delivery.term(error.code)
+        except BusUnavailable as problem:
+            log.warning("job.left", reason=problem.message, **told)
+            return
+        log.error("job.unreadable", code=error.code, reason=error.message, **told)
+        self.observer.unread(error.code)
+
+
+def _check_genuine(message: Stored) -> None:
+    """Refuses what no client submitted as a job, and what cannot be decoded.
+
+    Raises:
+        InvalidRequest: One of these.
+    """
+    if message.forwarded:
+        raise InvalidRequest("not a job: the server sent it here as the answer to another message")
+    if message.undecodable is not None:
+        raise InvalidRequest("its subject or headers are no text")
 
 
 class HeldJob:

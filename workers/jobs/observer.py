@@ -27,6 +27,9 @@ class Observer:
     def settled(self, attempt: Attempt, settlement: Settlement, error: InferbusError | None) -> None:
         """The delivery of a job has come to its end; with the error that it was about."""
 
+    def unread(self, code: str) -> None:
+        """A job that cannot be read became a dead letter."""
+
     def handed_off(self, seconds: float, code: str | None, transfer: Transfer | None) -> None:
         """A hand-off has ended on the prefill side; with an error's code where it failed."""
 
@@ -54,6 +57,11 @@ class Observers(Observer):
         """See `Observer`."""
         for each in self._observers:
             each.settled(attempt, settlement, error)
+
+    def unread(self, code: str) -> None:
+        """See `Observer`."""
+        for each in self._observers:
+            each.unread(code)
 
     def handed_off(self, seconds: float, code: str | None, transfer: Transfer | None) -> None:
         """See `Observer`."""

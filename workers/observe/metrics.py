@@ -186,6 +186,11 @@ class Metrics(Observer):
         self._jobs(_class(attempt), settlement, error.code if error else "").inc()
 
     @_harmless
+    def unread(self, code: str) -> None:
+        """See `Observer`."""
+        self._jobs("", "dead", code).inc()
+
+    @_harmless
     def handed_off(self, seconds: float, code: str | None, transfer: Transfer | None) -> None:
         """See `Observer`."""
         status = "ok" if code is None else "error"

@@ -98,11 +98,14 @@ class DecodeProgram:
         await self._tasks.settled()
 
     def _cancel_arrived(self, message: Message) -> None:
-        self._cancels.arrived(message.subject, message.headers)
+        if not message.forwarded and not message.data:
+            self._cancels.arrived(message.subject, message.headers)
 
     def _asked_alive(self, message: Message) -> None:
         """A reader misses the messages of a job: the worker that has the job answers."""
         settings = self._settings
+        if message.forwarded:
+            return
         try:
             key = settings.subjects.parse_key(message.subject, "alive")
             reply = settings.subjects.check_reply(message.reply, owner=key.owner, prefixes=settings.replies)

@@ -88,6 +88,8 @@ class PrefillProgram:
             await asyncio.wait(list(self._running.values()))
 
     def _received(self, message: Message) -> None:
+        if message.forwarded:
+            return
         try:
             received = msgspec.msgpack.decode(message.data, type=handoff.ToPrefill)
         except msgspec.DecodeError:

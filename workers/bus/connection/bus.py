@@ -145,6 +145,11 @@ class Bus:
         return self._writer.max_payload
 
     @property
+    def undecodable(self) -> int:
+        """Messages that were dropped because their subject or headers are no text."""
+        return self._subscriptions.undecodable
+
+    @property
     def writer(self) -> Writer:
         """For its counters."""
         return self._writer

@@ -17,7 +17,8 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import StaleConnectionError
 
-from inferbus.workers.bus.connection.protocol import Headers, Parser, escaped, read_headers, read_subject
+from inferbus.schemas.headers import escaped
+from inferbus.workers.bus.connection.protocol import Headers, Parser, read_headers, read_subject
 
 
 @dataclasses.dataclass

@@ -80,11 +80,6 @@ def read_headers(raw: bytes) -> Headers:
     return headers
 
 
-def escaped(raw: bytes) -> str:
-    r"""Bytes as printable ASCII: `\xff` for what is none."""
-    return raw.decode("latin-1").encode("unicode_escape").decode("ascii")
-
-
 def read_subject(raw: bytes) -> str | None:
     """A subject as text; None where it is none, or holds control characters."""
     try:

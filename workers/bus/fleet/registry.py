@@ -18,7 +18,7 @@ import msgspec
 import structlog
 
 from inferbus.schemas import codec, fleet
-from inferbus.schemas.errors import BusUnavailable, CallerError
+from inferbus.schemas.errors import BusUnavailable, CallerError, InvalidRequest
 from inferbus.schemas.fleet import Load, Role, State, WorkerInfo
 from inferbus.schemas.subjects import escape
 from inferbus.workers.bus.connection.bus import Bus
@@ -53,6 +53,8 @@ def parse_entry(entry: Stored | Message) -> WorkerInfo | None:
     Raises:
         CallerError: Not an announcement, or one of an incompatible version.
     """
+    if entry.forwarded:
+        raise InvalidRequest("no announcement: the server sent it here as the answer to another message")
     if not entry.data or OPERATION in entry.headers:
         return None
     return codec.decode(entry.data, WorkerInfo)
