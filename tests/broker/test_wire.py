@@ -157,3 +157,44 @@ async def _bury(store: JetStream, raw: RawClient) -> None:
     raws = {each.headers[headers.RAW] for each in letters}
     assert raws == {"", *map(headers.escaped, NO_HEADERS)}
     assert await store.last(RESULTS, "infer.results.good.g") is not None
+
+
+async def test_no_message_that_others_see_shows_where_a_worker_waits_for_the_servers_answers(
+    server: NatsServer, bus: Bus, tmp_path: Path
+) -> None:
+    """Else a client has the server answer the worker: with an acknowledgement of its own, for example."""
+    async with fleet(server, tmp_path) as workers:
+        await workers.start("decode", "[[rules]]\nlength=100\n", client_gone_every=1)
+        await workers.start("prefill")
+        seen: list[Message] = []
+        asked: list[Message] = []
+        await bus.subscribe("infer.prefill.>", seen.append)
+        await bus.subscribe("$JS.API.>", asked.append)
+        inbox = bus.inbox(seen.append)
+        bus.send("infer.request.scripted.tokens", TOKENS, {}, reply=inbox.subject)
+        await eventually(lambda: any(headers.STATUS in message.headers for message in seen))
+        await JetStream(bus).store("infer.jobs.scripted.batch.o.tokens", TOKENS, {headers.JOB_ID: "j"})
+        await eventually(lambda: any("DIRECT.GET.INFER_RESULTS" in message.subject for message in asked))
+        shown = {message.reply.rpartition(".")[0] for message in seen if message.reply}
+        waiting = {
+            message.reply.rpartition(".")[0] for message in asked if message.reply.startswith("infer.")
+        }
+        assert shown
+        assert waiting
+        assert not shown & waiting
+        assert all(base.startswith("infer.inbox.") for base in shown | waiting)
+
+
+async def test_a_reply_subject_in_a_workers_inbox_is_refused(
+    server: NatsServer, bus: Bus, tmp_path: Path
+) -> None:
+    async with fleet(server, tmp_path) as workers:
+        child = await workers.start("both", client_gone_every=1)
+        got: list[Message] = []
+        await bus.subscribe("infer.inbox.forged.>", got.append)
+        for subject in ("infer.request.scripted.tokens", "infer.alive.live.x", "$SRV.PING"):
+            bus.send(subject, TOKENS, reply="infer.inbox.forged.1")
+        await eventually(lambda: workers.events(child, "services.not_answered"))
+        assert workers.events(child, "request.unanswerable")
+        assert workers.events(child, "alive.ignored")
+        assert not got

@@ -21,7 +21,6 @@ from inferbus.schemas.errors import (
     Overloaded,
     PrefillFailed,
 )
-from inferbus.schemas.subjects import LIVE_OWNER
 from inferbus.workers.admission import Admission, Permit, class_of
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.connection.message import Message
@@ -100,9 +99,7 @@ class PrefillProgram:
                 self._abort(rid)
             case handoff.Prefill():
                 try:
-                    reply = self._bus.subjects.check_reply(
-                        message.reply, owner=LIVE_OWNER, prefixes=self._replies
-                    )
+                    reply = self._bus.subjects.check_handoff_reply(message.reply, prefixes=self._replies)
                 except InvalidReplySubject:
                     log.warning("handoff.unanswerable", job=received.job, decode=received.worker)
                     return

@@ -55,7 +55,7 @@ class Bus:
         watchdog: Checks that the connection is alive.
     """
 
-    def __init__(self, settings: BusSettings) -> None:
+    def __init__(self, settings: BusSettings, inbox_prefix: str) -> None:
         """Not to be called; see `connect`."""
         self.subjects: Subjects = settings.subjects
         self.closed = asyncio.Event()
@@ -63,8 +63,10 @@ class Bus:
         self.callback_errors = 0
         self.errors = 0
         self._permissions = Permissions()
-        self._inboxes = Inboxes(settings.inbox_prefix)
-        self._requests = Requests(self._inboxes)
+        self._inboxes = Inboxes(inbox_prefix)
+        # Apart: who knows an inbox can have the server send something there.
+        self._secret_inboxes = Inboxes(inbox_prefix)
+        self._requests = Requests(self._secret_inboxes)
         self._listeners: list[Callable[[bool], None]] = []
         self._connected = asyncio.Event()
         self._since = 0.0
@@ -77,18 +79,26 @@ class Bus:
         self.watchdog: Watchdog
 
     @classmethod
-    async def connect(cls, settings: BusSettings, *, name: str, watchdog: float = INTERVAL) -> Bus:
+    async def connect(
+        cls,
+        settings: BusSettings,
+        *,
+        name: str,
+        inbox_prefix: str | None = None,
+        watchdog: float = INTERVAL,
+    ) -> Bus:
         """Connects.
 
         Args:
             settings: Where to, and as whom.
             name: Shown in the server's list of connections.
+            inbox_prefix: In place of the settings'.
             watchdog: Seconds between its questions.
 
         Raises:
             BusUnavailable: Nothing answers, or it refuses, or is too old; one line says which.
         """
-        bus = cls(settings)
+        bus = cls(settings, inbox_prefix or settings.inbox_prefix)
         events: Events = {
             "error_cb": bus._on_error,
             "disconnected_cb": bus._on_disconnected,
@@ -108,7 +118,8 @@ class Bus:
         bus.watchdog = Watchdog(bus._client, bus._fail, interval=watchdog)
         bus._supervision = asyncio.create_task(bus.watchdog.run(), name="bus-watchdog")
         try:
-            await bus.subscribe(bus._inboxes.filter, bus._inboxes.dispatch, undecodable=True)
+            for inboxes in (bus._inboxes, bus._secret_inboxes):
+                await bus.subscribe(inboxes.filter, inboxes.dispatch, undecodable=True)
         except BusUnavailable:
             await bus.close()
             raise
@@ -253,14 +264,20 @@ class Bus:
         """A prefix of subjects that only this process uses."""
         return f"{self._inboxes.prefix}.{secrets.token_hex(11)}"
 
-    def inbox(self, callback: Callback) -> Inbox:
-        """A new reply subject for any number of answers; close it when done."""
-        return self._inboxes.open(callback)
+    def inbox(self, callback: Callback, *, secret: bool = False) -> Inbox:
+        """A new reply subject for any number of answers; close it when done.
+
+        Args:
+            callback: Gets the answers.
+            secret: For questions to the server only. Its subject has a part that no client and no other
+                worker ever sees, so that none can have an answer sent there.
+        """
+        return (self._secret_inboxes if secret else self._inboxes).open(callback)
 
     @property
     def open_inboxes(self) -> int:
         """Inboxes that are not closed."""
-        return len(self._inboxes)
+        return len(self._inboxes) + len(self._secret_inboxes)
 
     def probe_inbox(self, callback: Callable[[str], None]) -> Inbox:
         """A reply subject that reports messages without a subscriber.

@@ -292,7 +292,7 @@ class JetStream:
     async def _batch(self, subject: str, body: dict[str, Any]) -> tuple[list[Stored], int]:
         """One batch of direct gets (ADR-31), and how many messages there are beyond it."""
         arrived: asyncio.Queue[Message] = asyncio.Queue()
-        inbox = self._bus.inbox(arrived.put_nowait)
+        inbox = self._bus.inbox(arrived.put_nowait, secret=True)
         messages: list[Stored] = []
         try:
             async with asyncio.timeout(TIMEOUT):
