@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -42,6 +43,30 @@ SETTLING: Final = 10.0
 TIMEOUT: Final = 5.0
 """Seconds that the server may take to answer."""
 
+REFUSED_FOR: Final = 60.0
+"""Seconds for which a login that is refused is tried again: an expired one may be renewed a little late."""
+
+
+class Refusals:
+    """For how long the login has been refused."""
+
+    def __init__(self) -> None:
+        self._first = self._last = -math.inf
+
+    def too_long(self, now: float) -> bool:
+        """To be called at a refusal; whether they have gone on for `REFUSED_FOR`.
+
+        A pause of half that time begins anew: the server was away, and its first word decides nothing.
+        """
+        if now - self._last > REFUSED_FOR / 2:
+            self._first = now
+        self._last = now
+        return now - self._first > REFUSED_FOR
+
+    def clear(self) -> None:
+        """The server took the login."""
+        self._first = self._last = -math.inf
+
 
 class Bus:
     """One connection.
@@ -69,10 +94,13 @@ class Bus:
         self._requests = Requests(self._secret_inboxes)
         self._listeners: list[Callable[[bool], None]] = []
         self._connected = asyncio.Event()
+        self._decided = asyncio.Event()
+        self._refusals = Refusals()
         self._since = 0.0
         self._logged_errors: set[str] = set()
         self._closing = False
         self._supervision: asyncio.Task[None] | None = None
+        self._ending: asyncio.Future[None] | None = None
         self._client: natspy.GuardedClient
         self._writer: Writer
         self._subscriptions: Subscriptions
@@ -189,8 +217,14 @@ class Bus:
         return forget
 
     async def until_connected(self) -> None:
-        """Returns when the server is there."""
-        await self._connected.wait()
+        """Returns when the server is there.
+
+        Raises:
+            BusUnavailable: The connection is closed for good.
+        """
+        await self._decided.wait()
+        if not self.connected:
+            raise BusUnavailable(f"the connection to NATS is closed: {self.failure or 'by this process'}")
 
     def send(
         self, subject: str, data: bytes, headers: Mapping[str, str] | None = None, *, reply: str = ""
@@ -211,7 +245,7 @@ class Bus:
         """See `Broker.flush`."""
         try:
             async with asyncio.timeout(timeout):
-                await self._connected.wait()
+                await self.until_connected()
                 await self._writer.written()
                 await self._client.flush(timeout=max(1, round(timeout)))
         except (TimeoutError, nats.errors.Error, OSError) as error:
@@ -310,7 +344,7 @@ class Bus:
             try:
                 async with asyncio.timeout(timeout):
                     # Nothing is queued while NATS is away: it would be sent after the timeout.
-                    await self._connected.wait()
+                    await self.until_connected()
                     self.send(subject, data, headers, reply=reply)
                     message = await answer
             except TimeoutError:
@@ -332,6 +366,7 @@ class Bus:
         await self._close_client(timeout)
         self._set_connected(False)
         self.closed.set()
+        self._decided.set()
 
     async def _close_client(self, timeout: float) -> None:
         try:
@@ -351,6 +386,7 @@ class Bus:
             log.error("bus.failed", reason=reason)
         self._set_connected(False)
         self.closed.set()
+        self._decided.set()
         if not self._client.is_closed:
             await self._close_client(2.0)
 
@@ -360,8 +396,10 @@ class Bus:
         if connected:
             self._since = time.monotonic()
             self._connected.set()
+            self._decided.set()
         else:
             self._connected.clear()
+            self._decided.clear()
         self._writer.set_connected(connected)
         for listener in list(self._listeners):
             try:
@@ -383,6 +421,9 @@ class Bus:
             new = self.connected or text not in self._logged_errors
             self._logged_errors.add(text)
             (log.warning if new else log.debug)("bus.error", error=text, kind=type(error).__name__)
+            if natspy.refuses_login(text) and self._refusals.too_long(time.monotonic()):
+                # Not here: this is nats-py's own task, which closing would wait for.
+                self._ending = asyncio.ensure_future(self._fail(f"the login stays refused: {text}"))
             return
         if self._permissions.add(refusal):
             log.error("bus.not_permitted", action=refusal.action, subject=refusal.subject)
@@ -397,6 +438,7 @@ class Bus:
 
     async def _on_reconnected(self) -> None:
         self._permissions.clear()
+        self._refusals.clear()
         self._logged_errors.clear()
         log.info("bus.reconnected", times=self.reconnects)
         self._set_connected(True)
