@@ -67,6 +67,9 @@ DETAIL: Final = "Infer-Detail"
 SUBJECT: Final = "Infer-Subject"
 """On dead letters: the subject that the job came on; replaying it means publishing it there again."""
 
+RAW: Final = "Infer-Raw-Headers"
+"""On dead letters of jobs whose headers are no text: the header block, `\\xff` for bytes that are none."""
+
 MSG_ID: Final = "Nats-Msg-Id"
 EXPECTED_LAST: Final = "Nats-Expected-Last-Subject-Sequence"
 
@@ -139,3 +142,8 @@ def parse_deadline(headers: Mapping[str, str] | None, *, arrived: dt.datetime) -
             f"{DEADLINE} must be at most {limits.DEADLINE_SECONDS} seconds away", param=DEADLINE
         )
     return moment
+
+
+def escaped(raw: bytes) -> str:
+    r"""Bytes as printable ASCII: `\xff` for what is none."""
+    return raw.decode("latin-1").encode("unicode_escape").decode("ascii")

@@ -224,11 +224,16 @@ class Subjects(msgspec.Struct, frozen=True):
         owner, job = self._tokens(subject, family, 2)
         return JobKey(unescape(owner), unescape(job))
 
+    @property
+    def worker_inboxes(self) -> str:
+        """Prefix of the inboxes of workers, which no client may publish to."""
+        return f"{self.prefix}.inbox"
+
     def check_reply(self, subject: str, *, owner: str, prefixes: tuple[str, ...] = ("_INBOX.",)) -> str:
         """A reply subject that a worker may publish to for this owner, unchanged.
 
         A worker has more rights than its callers, so it must not be talked into using them: only
-        inboxes (`prefixes`) and the owner's own stream subjects are allowed.
+        inboxes (`prefixes`) and the owner's own stream subjects are allowed; never a worker's inbox.
 
         Raises:
             InvalidReplySubject: Anything else: wildcards, empty tokens, `$`, control characters,
@@ -241,7 +246,7 @@ class Subjects(msgspec.Struct, frozen=True):
             and PUBLISHABLE.fullmatch(subject) is not None
             and not any(token.startswith("$") for token in tokens)
             and (
-                any(subject.startswith(prefix) and len(subject) > len(prefix) for prefix in prefixes)
+                (not subject.startswith(f"{self.prefix}.") and any(map(subject.startswith, prefixes)))
                 or (subject.startswith(own) and _TOKEN.fullmatch(subject[len(own) :]) is not None)
             )
         )
@@ -250,6 +255,17 @@ class Subjects(msgspec.Struct, frozen=True):
                 "replies go to an inbox or to the owner's own stream subject only", param="Infer-Reply-To"
             )
         return subject
+
+    def check_handoff_reply(self, subject: str, *, prefixes: tuple[str, ...]) -> str:
+        """A reply subject that a prefill worker may publish to for a decode worker, unchanged.
+
+        Raises:
+            InvalidReplySubject: Neither a worker's inbox nor one under `prefixes`, where workers of versions
+                before 0.2 have theirs.
+        """
+        if subject.startswith(f"{self.worker_inboxes}.") and PUBLISHABLE.fullmatch(subject):
+            return subject
+        return self.check_reply(subject, owner=LIVE_OWNER, prefixes=prefixes)
 
     def _tokens(self, subject: str, family: str, count: int) -> list[str]:
         start = f"{self.prefix}.{family}."

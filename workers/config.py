@@ -103,6 +103,9 @@ class BusSettings(_Section, frozen=True, kw_only=True):
     tls_ca: Annotated[Path | None, _file("CA certificates to trust instead of the system's.")] = None
     tls_cert: Annotated[Path | None, _file("Client certificate.")] = None
     tls_key: Annotated[Path | None, _file("Client certificate's key.")] = None
+    tls_first: Annotated[
+        bool, Meta(description="Begin with the TLS handshake, for servers with handshake_first.")
+    ] = False
     prefix: Annotated[str, Meta(description="First token of every subject.")] = "infer"
     inbox_prefix: Annotated[
         str, Meta(description="Prefix of reply subjects; a private one keeps answers private.")

@@ -24,7 +24,10 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
         headers: Its headers; empty where it has none.
         sequence: Its stream sequence.
         time: When the server stored it; aware.
-        forwarded: Whether the server had sent it on somebody's behalf, so that it proves nothing.
+        forwarded: The server stored it on somebody's behalf, as the answer to another message. It is never a
+            job, cancel mark, chunk, result or announcement.
+        undecodable: The header block as received, where it or the subject is no text; the subject is escaped
+            then.
     """
 
     subject: str
@@ -33,6 +36,7 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     sequence: int
     time: dt.datetime
     forwarded: bool = False
+    undecodable: bytes | None = None
 
 
 class PubAck(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import structlog
 
 from inferbus.schemas import headers
@@ -13,6 +15,9 @@ from inferbus.workers.jobs.settings import JobSettings
 from inferbus.workers.jobs.storage import Storage
 
 log = structlog.get_logger()
+
+RAW_CHARS: Final = 8192
+"""Characters of an unreadable header block that its dead letter keeps."""
 
 
 class DeadLetters:
@@ -51,8 +56,12 @@ class DeadLetters:
             log.error("job.no_letter", reason=problem.message, **facts(attempt))
 
     def _headers(self, attempt: Attempt, message: Stored, error: InferbusError) -> dict[str, str]:
+        if message.undecodable is None:
+            submitted = publishable(without_nats(message.headers))
+        else:
+            submitted = {headers.RAW: headers.escaped(message.undecodable)[:RAW_CHARS]}
         return {
-            **publishable(without_nats(message.headers)),
+            **submitted,
             headers.REASON: error.code,
             headers.DETAIL: error.message,
             headers.ATTEMPT: str(attempt.number),

@@ -37,6 +37,7 @@ from inferbus.schemas.errors import (
     Ended,
     InferbusError,
     InternalError,
+    InvalidRequest,
     LeaseLost,
     NotSupported,
     PayloadTooLarge,
@@ -141,6 +142,8 @@ class Deliveries:
             await delivery.term("forwarded by the server")
             return
         try:
+            if message.undecodable is not None:
+                raise InvalidRequest("its subject or headers are no text")
             envelope = durable(
                 message, number=delivery.attempt, subjects=settings.subjects, replies=settings.replies
             )

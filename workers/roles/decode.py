@@ -112,6 +112,8 @@ class DecodeProgram:
     def _asked_alive(self, message: Message) -> None:
         """A reader misses the messages of a job: the worker that has the job answers."""
         settings = self._settings
+        if message.forwarded:
+            return
         try:
             key = settings.subjects.parse_key(message.subject, "alive")
             reply = settings.subjects.check_reply(message.reply, owner=key.owner, prefixes=settings.replies)

@@ -21,7 +21,6 @@ from inferbus.schemas.errors import (
     Overloaded,
     PrefillFailed,
 )
-from inferbus.schemas.subjects import LIVE_OWNER
 from inferbus.workers.admission import Admission, Permit, class_of
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.connection.message import Message
@@ -88,6 +87,8 @@ class PrefillProgram:
             await asyncio.wait(list(self._running.values()))
 
     def _received(self, message: Message) -> None:
+        if message.forwarded:
+            return
         try:
             # A union is a type to msgspec, and none to mypy.
             received: handoff.ToPrefill = codec.decode(message.data, handoff.ToPrefill, codec.MSGPACK)  # type: ignore[arg-type]
@@ -99,9 +100,7 @@ class PrefillProgram:
                 self._abort(rid)
             case handoff.Prefill():
                 try:
-                    reply = self._bus.subjects.check_reply(
-                        message.reply, owner=LIVE_OWNER, prefixes=self._replies
-                    )
+                    reply = self._bus.subjects.check_handoff_reply(message.reply, prefixes=self._replies)
                 except InvalidReplySubject:
                     log.warning("handoff.unanswerable", job=received.job, decode=received.worker)
                     return

@@ -126,7 +126,8 @@ class _Worker:
     @contextlib.asynccontextmanager
     async def _connected(self) -> AsyncIterator[Bus]:
         name = f"inferbus {self._role} {self._settings.worker.worker}"
-        bus = await Bus.connect(self._settings.bus, name=name)
+        settings = self._settings.bus
+        bus = await Bus.connect(settings, name=name, inbox_prefix=settings.subjects.worker_inboxes)
         try:
             yield bus
         finally:

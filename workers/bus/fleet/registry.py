@@ -39,9 +39,6 @@ DELETE: Final = "DEL"
 LARGEST: Final = 65536
 """Bytes of an announcement; one of ours has about a thousand."""
 
-FORWARDED: Final = "Nats-Stream"
-"""Header of a stored message that the server sends to a subject of somebody's choice."""
-
 UNREADABLE: Final = 1024
 """Entries whose fault is logged once; those beyond are not logged."""
 
@@ -75,12 +72,12 @@ def parse_entry(entry: Stored | Message) -> WorkerInfo | None:
         CallerError: Not an announcement, one of an incompatible version, or one with names that a worker
             cannot have: they become subjects and headers, and stand under the key that they give.
     """
+    if entry.forwarded:
+        raise InvalidRequest("no announcement: the server sent it here as the answer to another message")
     if not entry.data or OPERATION in entry.headers:
         return None
     if len(entry.data) > LARGEST:
         raise InvalidRequest(f"an announcement has at most {LARGEST} bytes")
-    if isinstance(entry, Message) and (entry.status or FORWARDED in entry.headers):
-        raise InvalidRequest("the server sent it on somebody's behalf")
     info = codec.decode(entry.data, WorkerInfo)
     if not (info.worker.isprintable() and info.model.isprintable()):
         raise InvalidRequest("worker and model must be printable text")

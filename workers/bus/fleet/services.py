@@ -187,7 +187,7 @@ class Service:
 
     def _answering(self, answer: Callable[[], dict[str, Any]]) -> Callable[[Message], None]:
         def on_message(message: Message) -> None:
-            if not message.reply:
+            if not message.reply or message.forwarded:
                 return
             try:
                 reply = self._bus.subjects.check_reply(

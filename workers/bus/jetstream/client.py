@@ -18,7 +18,8 @@ import msgspec
 from inferbus.schemas import headers as names
 from inferbus.schemas.errors import BusUnavailable
 from inferbus.workers.bus.connection.bus import TIMEOUT, Bus
-from inferbus.workers.bus.connection.message import NO_RESPONDERS, Message
+from inferbus.workers.bus.connection.message import NO_RESPONDERS, STREAM, Message
+from inferbus.workers.bus.connection.protocol import Headers
 from inferbus.workers.bus.errors import (
     FULL,
     JETSTREAM_OFF,
@@ -304,12 +305,16 @@ class JetStream:
                 return None
             raise
         message = answer["message"]
+        block = base64.b64decode(message.get("hdrs", ""))
+        headers = Headers(block) if block else None
         return Stored(
             subject=message["subject"],
             data=base64.b64decode(message.get("data", "")),
-            headers=_headers(base64.b64decode(message.get("hdrs", ""))),
+            headers=headers or {},
             sequence=message["seq"],
             time=parse_time(message["time"]),
+            forwarded=headers is not None and (bool(headers.status) or STREAM in headers),
+            undecodable=block if headers is not None and headers.malformed else None,
         )
 
     def _direct_get(self, stream: str) -> str:
@@ -318,7 +323,7 @@ class JetStream:
     async def _batch(self, subject: str, body: dict[str, Any]) -> tuple[list[Stored], int]:
         """One batch of direct gets (ADR-31), and how many messages there are beyond it."""
         arrived: asyncio.Queue[Message] = asyncio.Queue()
-        inbox = self._bus.inbox(arrived.put_nowait)
+        inbox = self._bus.inbox(arrived.put_nowait, secret=True)
         messages: list[Stored] = []
         try:
             async with asyncio.timeout(TIMEOUT):
@@ -335,7 +340,7 @@ class JetStream:
                 if status == END_OF_BATCH:
                     return messages, int(message.headers.get("Nats-Num-Pending", 0))
                 if status:
-                    reason = message.headers.get("Description", status)
+                    reason = message.description or status
                     raise BusUnavailable(f"{subject} failed: {reason}")
                 messages.append(_stored(message))
         except TimeoutError:
@@ -351,12 +356,6 @@ def parse_time(text: str) -> dt.datetime:
     return dt.datetime.fromisoformat(text)
 
 
-def _headers(block: bytes) -> dict[str, str]:
-    lines = block.decode(errors="replace").split("\r\n")[1:]
-    pairs = (line.partition(":") for line in lines if ":" in line)
-    return {key.strip(): value.strip() for key, _, value in pairs}
-
-
 def _stored(message: Message) -> Stored:
     headers = message.headers
     return Stored(
@@ -365,6 +364,9 @@ def _stored(message: Message) -> Stored:
         headers={key: value for key, value in headers.items() if key not in _OWN_HEADERS},
         sequence=int(headers["Nats-Sequence"]),
         time=parse_time(headers["Nats-Time-Stamp"]),
+        # The server adds its own to what the message had.
+        forwarded=bool(message.status_line) or STREAM in message.repeated,
+        undecodable=message.undecodable,
     )
 
 

@@ -76,6 +76,7 @@ class NatsDelivery:
             sequence=ack.sequence,
             time=ack.time,
             forwarded=message.forwarded,
+            undecodable=message.undecodable,
         )
         self._attempt = ack.attempt
         self._taken = self._seen = time.monotonic()

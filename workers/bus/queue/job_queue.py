@@ -215,7 +215,9 @@ class JobQueue:
                     continue
                 self._quiet.clear()
                 try:
-                    probes = probes or await self._bus.subscribe(self._pulls.replies(_PROBE), self._arrived)
+                    probes = probes or await self._bus.subscribe(
+                        self._pulls.replies(_PROBE), self._arrived, undecodable=True
+                    )
                     await self._round()
                 except BusUnavailable as error:
                     self._problem = error.message
@@ -257,7 +259,7 @@ class JobQueue:
     async def _wait(self) -> None:
         """Asks every class and waits, until a job came for every taker, or something went wrong."""
         group = self._pulls.new_group()
-        waiting = await self._bus.subscribe(self._pulls.replies(group), self._arrived)
+        waiting = await self._bus.subscribe(self._pulls.replies(group), self._arrived, undecodable=True)
         try:
             while (wanted := self._wanted) and self._problem is None:
                 for each in self._classes.values():
@@ -321,7 +323,7 @@ class JobQueue:
         if status in (NO_MESSAGES, REQUEST_TIMEOUT):
             self._answered()
         elif was_open:
-            self._problem = message.headers.get("Description", "") or f"status {status}"
+            self._problem = message.description or f"status {status}"
 
     def _answered(self) -> None:
         """The consumers are there."""
