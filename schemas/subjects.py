@@ -119,6 +119,10 @@ class Subjects(msgspec.Struct, frozen=True):
         """A durable job."""
         return f"{self.prefix}.jobs.{escape(model)}.{_class(job_class)}.{_owner(owner)}.{_kind(kind)}"
 
+    def jobs_of_owner(self, owner: str) -> str:
+        """Filter: all durable jobs of one owner."""
+        return f"{self.prefix}.jobs.*.*.{_owner(owner)}.*"
+
     def jobs_of(self, model: str, job_class: JobClass) -> str:
         """Filter: all durable jobs of one model and class."""
         return f"{self.prefix}.jobs.{escape(model)}.{_class(job_class)}.*.*"
@@ -136,6 +140,10 @@ class Subjects(msgspec.Struct, frozen=True):
         """The question whether anybody works on a job; whoever does answers, and nobody else."""
         return f"{self.prefix}.alive.{escape(owner)}.{escape(job)}"
 
+    def read(self, owner: str, job: str) -> str:
+        """A request for what is stored of a job; a worker answers it."""
+        return f"{self.prefix}.read.{escape(owner)}.{escape(job)}"
+
     def stream(self, owner: str, job: str) -> str:
         """The chunks of a durable job."""
         return f"{self.prefix}.stream.{escape(owner)}.{escape(job)}"
@@ -152,7 +160,9 @@ class Subjects(msgspec.Struct, frozen=True):
         """A job that will not be tried again."""
         return f"{self.prefix}.dead.{escape(model)}.{_kind(kind)}"
 
-    def all(self, family: Literal["jobs", "stream", "results", "attempts", "cancel", "alive", "dead"]) -> str:
+    def all(
+        self, family: Literal["jobs", "stream", "results", "attempts", "cancel", "alive", "read", "dead"]
+    ) -> str:
         """Filter: everything of one family."""
         return f"{self.prefix}.{family}.>"
 
@@ -176,7 +186,9 @@ class Subjects(msgspec.Struct, frozen=True):
         _owner(name)
         return JobAddress(unescape(model), _class(job_class), name, _kind(kind))
 
-    def parse_key(self, subject: str, family: Literal["stream", "results", "cancel", "alive"]) -> JobKey:
+    def parse_key(
+        self, subject: str, family: Literal["stream", "results", "cancel", "alive", "read"]
+    ) -> JobKey:
         """The owner and job in a subject of one of these families.
 
         Raises:

@@ -22,6 +22,7 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
         headers: Its headers; empty where it has none.
         sequence: Its stream sequence.
         time: When the server stored it; aware.
+        forwarded: Whether the server had sent it on somebody's behalf, so that it proves nothing.
     """
 
     subject: str
@@ -29,6 +30,7 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     headers: Mapping[str, str]
     sequence: int
     time: dt.datetime
+    forwarded: bool = False
 
 
 class PubAck(msgspec.Struct, frozen=True, kw_only=True):

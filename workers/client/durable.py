@@ -18,10 +18,9 @@ from inferbus.schemas.errors import BusUnavailable
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.connection.message import Callback, Message
 from inferbus.workers.bus.connection.subscription import Subscription
-from inferbus.workers.bus.errors import NOT_FOUND, ApiError, NotPermitted
+from inferbus.workers.bus.errors import NotPermitted
 from inferbus.workers.bus.interface import Stored
-from inferbus.workers.bus.jetstream import layout
-from inferbus.workers.bus.jetstream.client import JetStream
+from inferbus.workers.client import reads
 from inferbus.workers.client.assembler import Event, Restarted
 from inferbus.workers.client.errors import TimedOut
 from inferbus.workers.client.jobs import Job, find_job, publish_cancel
@@ -65,6 +64,7 @@ class JobStream(AnswerStream[Chunk | Restarted]):
         self._results = Results(bus)
         self._pause = FIRST_PAUSE
         self._next_read = self._last_news = self.started
+        self._next_chunk, self._reconnects = 1, bus.reconnects
 
     async def _more(self) -> list[Event]:
         if not self._chunks.active:
@@ -132,14 +132,17 @@ class JobStream(AnswerStream[Chunk | Restarted]):
             events += self._assembler.finish(result)
         return events
 
-    async def _stored_chunks(self) -> list[Stored]:
+    async def _stored_chunks(self) -> list[Message | Stored]:
+        """The stored chunks that were not read yet."""
+        if self._reconnects != self._bus.reconnects:
+            # A stream in memory begins anew with its server.
+            self._reconnects, self._next_chunk = self._bus.reconnects, 1
         try:
-            return await JetStream(self._bus).read(layout.STREAM, self._chunks.subject)
-        except ApiError as problem:
-            if problem.status != NOT_FOUND:
-                raise
-            # A stream in memory is lost when its server restarts; the results are not.
-            return []
+            page = await reads.chunks(self._bus, self._job.owner, self._job.id, self._next_chunk)
+        except reads.Unreadable:
+            return []  # Until a worker answers; the result is read all the same.
+        self._next_chunk = page.next
+        return page.messages
 
     async def _cancel(self) -> None:
         await publish_cancel(self._bus, self._job)

@@ -30,6 +30,11 @@ class Message(msgspec.Struct, frozen=True):
     reply: str = ""
 
     @property
+    def forwarded(self) -> bool:
+        """Whether the server sent it on somebody's behalf: a stored message, or a status line."""
+        return "Nats-Stream" in self.headers or bool(self.status)
+
+    @property
     def status(self) -> str:
         """The server's inline status (`503`, `404`, …), empty for an ordinary message."""
         return self.headers.get(STATUS, "") if not self.data else ""
