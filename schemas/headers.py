@@ -42,7 +42,7 @@ ATTEMPT: Final = "Infer-Attempt"
 """From 1; a higher attempt supersedes a lower one."""
 
 WORKER: Final = "Infer-Worker"
-"""On the end mark and on results: the worker that answered."""
+"""On the first chunk of a job's attempt, the end mark and results: the worker that answered."""
 
 PREFILL_WORKER: Final = "Infer-Prefill-Worker"
 """On the end mark and on results: the prefill worker that served it, if one did."""
@@ -59,8 +59,8 @@ SUBMITTED: Final = "Infer-Submitted"
 CONTINUES: Final = "Infer-Continues"
 """On the first chunk of a newer attempt that goes on after an older one: see `Continuation`."""
 
-LAST_ATTEMPTS: Final = "Infer-Last-Attempts"
-"""Beside a job's result: how many last attempts at it began, and were not given up in good order."""
+BEGUN: Final = "Infer-Begun"
+"""Beside a job's result: how many attempts at it began, and were not given up in order."""
 
 READ: Final = "Infer-Read"
 """On a request to `infer.read.<owner>.<job>`: see `Readable`."""

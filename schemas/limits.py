@@ -65,3 +65,6 @@ WARNINGS: Final = 16
 
 DEADLINE_SECONDS: Final = 30 * 24 * 3600
 """Furthest deadline from now."""
+
+OBJECT_BYTES: Final = 256 * 1024 * 1024
+"""Largest body that travels in parts."""

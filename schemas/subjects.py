@@ -127,6 +127,11 @@ class Subjects(msgspec.Struct, frozen=True):
         """Filter: all durable jobs of one model and class."""
         return f"{self.prefix}.jobs.{escape(model)}.{_class(job_class)}.*.*"
 
+    def jobs_captured(self, model: str) -> list[str]:
+        """Filters: the durable jobs of one model, those of known classes and kinds only."""
+        base = f"{self.prefix}.jobs.{escape(model)}"
+        return [f"{base}.{job_class}.*.{kind}" for job_class in CLASSES for kind in KINDS]
+
     def prefill(self, model: str, worker: str | None = None) -> str:
         """A hand-off to any prefill worker of a model, or to one of them."""
         base = f"{self.prefix}.prefill.{escape(model)}"
@@ -148,20 +153,27 @@ class Subjects(msgspec.Struct, frozen=True):
         """The chunks of a durable job."""
         return f"{self.prefix}.stream.{escape(owner)}.{escape(job)}"
 
-    def attempts(self, owner: str, job: str) -> str:
-        """The count of last attempts at a durable job."""
-        return f"{self.prefix}.attempts.{escape(owner)}.{escape(job)}"
+    def attempts(self, owner: str, job: str, submission: int) -> str:
+        """The count of last attempts at one submission of a durable job."""
+        return f"{self.prefix}.attempts.{escape(owner)}.{escape(job)}.{submission}"
 
     def result(self, owner: str, job: str) -> str:
         """The final result of a durable job."""
         return f"{self.prefix}.results.{escape(owner)}.{escape(job)}"
+
+    def object(self, owner: str, object_id: str, part: int | str) -> str:
+        """A part of a body that is too large for one message, counted from 0; or a filter, by `*`."""
+        return f"{self.prefix}.objects.{escape(owner)}.{escape(object_id)}.{part}"
 
     def dead(self, model: str, kind: Kind) -> str:
         """A job that will not be tried again."""
         return f"{self.prefix}.dead.{escape(model)}.{_kind(kind)}"
 
     def all(
-        self, family: Literal["jobs", "stream", "results", "attempts", "cancel", "alive", "read", "dead"]
+        self,
+        family: Literal[
+            "jobs", "stream", "results", "attempts", "cancel", "alive", "read", "dead", "objects"
+        ],
     ) -> str:
         """Filter: everything of one family."""
         return f"{self.prefix}.{family}.>"

@@ -246,6 +246,9 @@ class StreamSettings(_Section, frozen=True, kw_only=True):
     stream_max_chunks: Annotated[int, Meta(description="Chunks kept of one job.", ge=16)] = 65_536
     results_max_bytes: Annotated[int, Meta(description="Room for results.", ge=MIB)] = 1024 * MIB
     results_max_age: Annotated[float, Meta(description="Seconds that results are kept.", ge=1)] = 7 * DAY
+    objects_max_bytes: Annotated[
+        int, Meta(description="Room for bodies that are too large for one message.", ge=MIB)
+    ] = 1024 * MIB
     dead_max_bytes: Annotated[int, Meta(description="Room for dead letters.", ge=MIB)] = 256 * MIB
     dead_max_age: Annotated[float, Meta(description="Seconds that dead letters are kept.", ge=0)] = 30 * DAY
 

@@ -46,6 +46,6 @@ async def bus(connect: Connect) -> Bus:
 
 @pytest.fixture
 async def streams(bus: Bus) -> Bus:
-    """A connection to a server that has the contract's streams."""
-    await provision(bus, StreamSettings())
+    """A connection to a server that has the contract's streams, and takes jobs of the model `m`."""
+    await provision(bus, StreamSettings(), model="m")
     return bus

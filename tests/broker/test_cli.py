@@ -180,12 +180,15 @@ async def test_a_model_that_nobody_serves_is_told_with_those_that_are_served(run
         4,
         "inferbus: no_worker: no worker serves the model 'scriptd'; served are: scripted\n",
     )
-    code, out, err = await run("submit", "tokens", "scriptd", "--job-id", "typo", stdin=BODY)
+    code, _, err = await run("submit", "tokens", "scriptd", "--job-id", "typo", stdin=BODY)
+    assert code == 1
+    assert "model_not_found: nobody has ever served the model 'scriptd'; served are: scripted" in err
+
+
+async def test_jobs_of_a_model_are_accepted_before_it_is_served_once_its_queue_is_made(run: Run) -> None:
+    assert (await run("init", "scriptd"))[:2] == (0, "jobs of scriptd are accepted\n")
+    code, out, _ = await run("submit", "tokens", "scriptd", "--job-id", "typo", stdin=BODY)
     assert (code, out.split()[0]) == (0, "typo")
-    assert err.startswith(
-        "inferbus: warning: no worker has ever served this model: no worker serves the model"
-    )
-    assert "served are: scripted" in err
     for command in ("result", "stream"):
         code, _, err = await run(command, "typo", "--timeout", "0.2")
         assert code == 5
@@ -194,12 +197,9 @@ async def test_a_model_that_nobody_serves_is_told_with_those_that_are_served(run
         )
     code, out, _ = await run("jobs", "show", "typo")
     assert (code, out[:7]) == (0, "queued:")
-    code, out, _ = await run("jobs", "cancel", "default", "typo")
-    assert code == 0
-    assert "removed submission" in out
-    code, _, err = await run("result", "typo")
+    code, _, err = await run("result", "other")
     assert (code, err[:24]) == (1, "inferbus: job_not_found:")
-    code, _, err = await run("pause", "scriptd")
+    code, _, err = await run("pause", "other")
     assert (code, err[:26]) == (1, "inferbus: model_not_found:")
 
 

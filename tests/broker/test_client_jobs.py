@@ -56,7 +56,7 @@ async def client(server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
     monkeypatch.setattr(durable, "LAST_PAUSE", 0.2)
     monkeypatch.setattr(results, "FIRST_PAUSE", 0.1)
     async with Client.connect(server.url, owner="me") as found:
-        await provision(found.bus, StreamSettings())
+        await provision(found.bus, StreamSettings(), model="m")
         yield found
 
 

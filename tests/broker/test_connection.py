@@ -347,11 +347,11 @@ async def test_a_credentials_file_without_credentials_is_refused(server: NatsSer
 
 async def test_a_missing_permission_is_told_with_its_subject(tmp_path: Path) -> None:
     users = """authorization { users: [ { user: "u", password: "p", permissions: {
-        publish: { deny: ["infer.results.>"] }, subscribe: { deny: ["secret.>"] } } } ] }"""
+        publish: { deny: ["infer.cancel.>"] }, subscribe: { deny: ["secret.>"] } } } ] }"""
     async with NatsServer(tmp_path, extra=users) as server:
         bus = await Bus.connect(BusSettings(urls=(server.url,), user="u", password="p"), name="test")
-        with pytest.raises(NotPermitted, match=r"publish to infer\.results\.o\.j"):
-            await JetStream(bus).store("infer.results.o.J", b"")
+        with pytest.raises(NotPermitted, match=r"publish to infer\.cancel\.o\.j"):
+            await JetStream(bus).store("infer.cancel.o.J", b"")
         with pytest.raises(NotPermitted, match=r"subscribe to secret\.a"):
             await bus.subscribe("secret.a", lambda message: None)
         assert bus.connected

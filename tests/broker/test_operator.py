@@ -95,7 +95,7 @@ async def denying(tmp_path: Path, *subjects: str) -> AsyncIterator[tuple[Bus, Bu
             await Bus.connect(BusSettings(urls=(server.url,), user=user, password="p"), name="test")
             for user in ("all", "some")
         ]
-        await provision(buses[0], StreamSettings())
+        await provision(buses[0], StreamSettings(), model="m")
         yield buses[0], buses[1]
         for bus in buses:
             await bus.close()
@@ -207,7 +207,7 @@ async def test_a_letter_cannot_make_an_operator_publish_elsewhere(
 
 
 async def test_a_full_queue_leaves_the_letter_where_it_is(bus: Bus) -> None:
-    await provision(bus, StreamSettings(jobs_max_bytes=MIB))
+    await provision(bus, StreamSettings(jobs_max_bytes=MIB), model="m")
     await JetStream(bus).store(SUBJECT, b"x" * (MIB - 8192))
     sequence = await bury(bus, "j", more={"traceparent": "x" * 8192})
     with pytest.raises(Overloaded, match="the queue is full: maximum bytes exceeded"):
@@ -269,6 +269,7 @@ async def test_a_job_is_queued_until_it_is_taken_and_gone_when_it_has_ended(
 async def test_jobs_are_listed_by_model_class_and_owner_and_no_more_than_asked_for(
     streams: Bus, operator: Operator
 ) -> None:
+    await provision(streams, StreamSettings(), model="org/n")
     await submit(streams, "a")
     await submit(streams, "b", "infer.jobs.m.interactive.acme.chat")
     await submit(streams, "c", "infer.jobs.org=2Fn.batch.zoo.chat")
@@ -294,7 +295,8 @@ async def test_a_stream_that_somebody_made_without_direct_access_can_be_read_too
     config = next(
         each for each in layout.stream_configs(bus.subjects, StreamSettings()) if each["name"] == layout.JOBS
     )
-    await JetStream(bus).call(f"STREAM.CREATE.{layout.JOBS}", config | {"allow_direct": False})
+    config |= {"subjects": ["infer.jobs.>"], "allow_direct": False}
+    await JetStream(bus).call(f"STREAM.CREATE.{layout.JOBS}", config)
     for job in ("a", "b", "c"):
         await submit(bus, job)
     assert ids(await Operator(bus).jobs()) == ["a", "b", "c"]
@@ -664,6 +666,7 @@ async def test_streams_are_shown_with_their_consumers_and_with_jobs_of_models_th
 ) -> None:
     await job_consumers(streams, "m", ["batch"], ack_wait=30)
     await submit(streams, "j1")
+    await provision(streams, StreamSettings(), model="n")
     await submit(streams, "other", "infer.jobs.n.batch.acme.tokens")
     code, out, _ = await run("streams")
     assert code == 0

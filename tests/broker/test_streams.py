@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from inferbus.schemas.errors import BusUnavailable
-from inferbus.schemas.subjects import Subjects
+from inferbus.schemas.subjects import CLASSES, KINDS, Subjects
 from inferbus.workers.bus.connection.bus import Bus
-from inferbus.workers.bus.errors import ApiError, NotPermitted, ProvisionError
+from inferbus.workers.bus.errors import ApiError, NoResponders, NotPermitted, ProvisionError
 from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
+from inferbus.workers.bus.jetstream.models import covers
 from inferbus.workers.bus.jetstream.provision import ensure_consumer, provision
 from inferbus.workers.bus.queue.consumers import job_consumers, job_queue
 from inferbus.workers.config import MIB, BusSettings, StreamSettings, WorkerSettings
@@ -32,6 +33,7 @@ async def test_every_stream_of_the_contract_is_made(streams: Bus) -> None:
         "INFER_CANCEL",
         "INFER_DEAD",
         "INFER_JOBS",
+        "INFER_OBJECTS",
         "INFER_RESULTS",
         "INFER_STREAM",
         "KV_INFER_WORKERS",
@@ -99,7 +101,6 @@ async def test_adopting_raises_what_is_weaker_and_lowers_nothing(streams: Bus) -
         ({"retention": "limits"}, "retention is limits, wanted workqueue"),
         ({"storage": "memory"}, "storage is memory, wanted file"),
         ({"discard": "old"}, "discard is old, wanted new"),
-        ({"subjects": ["infer.jobs.other.>"]}, "subjects is infer.jobs.other.>, wanted infer.jobs.>"),
         ({"max_msgs": 100}, "max_msgs is 100, wanted unlimited"),
         ({"allow_direct": False}, "allow_direct is off, wanted on"),
     ],
@@ -109,6 +110,7 @@ async def test_a_stream_of_somebody_else_is_not_taken_over(
 ) -> None:
     """`discard: old`, the server's default, would drop the oldest jobs without a word."""
     ours = next(each for each in layout.stream_configs(bus.subjects, StreamSettings()))
+    ours = layout.new_stream(ours, bus.subjects)
     await JetStream(bus).call("STREAM.CREATE.INFER_JOBS", ours | there)
     with pytest.raises(ProvisionError, match=message):
         await provision(bus, StreamSettings())
@@ -132,6 +134,57 @@ async def test_model_names_of_any_length_and_spelling_have_consumers(streams: Bu
         await job_consumers(streams, name, ["interactive", "batch"], ack_wait=30)
     info = await JetStream(streams).call(f"STREAM.INFO.{layout.JOBS}")
     assert info["state"]["consumer_count"] == 2 * len(names)
+
+
+async def test_jobs_are_taken_of_served_models_and_of_known_classes_and_kinds_only(streams: Bus) -> None:
+    for kind in KINDS:
+        for job_class in CLASSES:
+            await JetStream(streams).store(streams.subjects.job("m", job_class, "o", kind), b"{}")
+    for subject in (
+        "infer.jobs.m.batch.o.embeddings",
+        "infer.jobs.m.urgent.o.chat",
+        "infer.jobs.m.batch.chat",
+        "infer.jobs.m.batch.o.p.chat",
+        "infer.jobs.other.batch.o.chat",
+        "infer.jobs.m",
+    ):
+        with pytest.raises(NoResponders):
+            await JetStream(streams).store(subject, b"{}")
+
+
+async def test_workers_of_many_models_that_start_at_once_are_all_served(connect: Connect) -> None:
+    buses = [await connect() for _ in range(6)]
+
+    async def start(bus: Bus, model: str) -> None:
+        await provision(bus, StreamSettings())
+        await job_consumers(bus, model, ["batch"], ack_wait=30)
+
+    async with asyncio.TaskGroup() as group:
+        for number, bus in enumerate(buses):
+            group.create_task(start(bus, f"m{number}"))
+    for number in range(len(buses)):
+        await JetStream(buses[0]).store(f"infer.jobs.m{number}.batch.o.chat", b"{}")
+    assert "infer.jobs" not in (await config(buses[0], layout.JOBS))["subjects"]
+
+
+async def test_a_stream_that_takes_the_jobs_of_every_model_stays_as_it_is(bus: Bus) -> None:
+    ours = next(each for each in layout.stream_configs(bus.subjects, StreamSettings()))
+    await JetStream(bus).call("STREAM.CREATE.INFER_JOBS", ours | {"subjects": ["infer.jobs.>"]})
+    await provision(bus, StreamSettings(), model="m")
+    await job_consumers(bus, "n", ["batch"], ack_wait=30)
+    assert (await config(bus, layout.JOBS))["subjects"] == ["infer.jobs.>"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "subject", "expected"),
+    [
+        ("a.>", "a.b", True), ("a.>", "a", False), ("a.>", "a.>", True), ("a.*", "a.>", False),
+        ("a.*.c", "a.*.c", True), ("a.b.c", "a.*.c", False), ("a.*", "a.b.c", False), ("a.b.c", "a.b", False),
+        (">", "a.*", True), ("b.>", "a.b", False),
+    ],
+)  # fmt: skip
+def test_a_subject_covers_what_it_matches(pattern: str, subject: str, expected: bool) -> None:
+    assert covers(pattern, subject) is expected
 
 
 async def test_a_missing_permission_is_told_with_its_subject(tmp_path: Path) -> None:
@@ -166,9 +219,9 @@ async def test_a_disk_that_is_too_small_is_told(tmp_path: Path) -> None:
 async def test_with_another_prefix_the_subjects_follow(connect: Connect) -> None:
     bus = await connect(prefix="acme.llm")
     await provision(bus, StreamSettings())
-    assert (await config(bus, layout.JOBS))["subjects"] == ["acme.llm.jobs.>"]
+    assert (await config(bus, layout.JOBS))["subjects"] == ["acme.llm.jobs"]
     other = await connect()
-    with pytest.raises(ProvisionError, match=r"subjects is acme\.llm\.jobs\.>, wanted infer\.jobs\.>"):
+    with pytest.raises(ProvisionError, match=r"subjects is acme\.llm\.stream\.>, wanted infer\.stream\.>"):
         await provision(other, StreamSettings())
 
 

@@ -33,7 +33,7 @@ class SimulatedDelivery:
         self.received = self.seen = self._time.now
         self.epoch = connection.epoch
         self.ended = False
-        self._stale = False
+        self._stale = self.forgotten = False
         signs.open[id(self)] = self
 
     @property
@@ -49,7 +49,8 @@ class SimulatedDelivery:
 
     def cut_off(self) -> None:
         """The server went away."""
-        self._stale = self._stale or self._time.now - self.received < FORGOTTEN
+        self.forgotten = self.forgotten or self._time.now - self.received < FORGOTTEN
+        self._stale = self._stale or self.forgotten
 
     async def ack(self) -> None:
         """See `Delivery`."""

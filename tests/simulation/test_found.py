@@ -53,6 +53,23 @@ FOUND = {
     "a job that has ended does not run again when it is handed in once more": Plan(
         [Submit(), Wait(3.0), Away(4.0, forget=1), Wait(10.0), Submit()]
     ),
+    # Each overwrote the other's count of last attempts, so that a job that kills its workers did so for ever.
+    "two submissions of one job that kills its workers are given up each by itself": Plan(
+        [
+            Submit(name="killer", shape="pair", job_class="interactive"),
+            Cut(seconds=4.0),
+            Wait(61.0),
+            Submit(name="killer", shape="pair", job_class="interactive"),
+            Cut(seconds=25.0),
+            Wait(61.0),
+        ],
+        workers=1,
+        attempts=5,
+    ),
+    # It was read as one answer: a piece by one worker, the rest by the other.
+    "an attempt that a killed server forgot is not mixed with the one that took its number": Plan(
+        [Submit(name="other", job_class="interactive"), Wait(0.03), Away(0.02, forget=1)], buffering=False
+    ),
     # Cancels were heard or missed, and looked up before an attempt alone.
     "a cancel that came while the worker was cut off ends its job": Plan(
         [Submit(name="long"), Wait(1.0), Cut(seconds=4.0), CancelJob(), Wait(60.0)], workers=1

@@ -188,7 +188,7 @@ class Worker:
         if headers.SUBMISSION not in found:
             return
         world, number = self.world, int(found[headers.SUBMISSION])
-        if headers.LAST_ATTEMPTS in found:
+        if headers.BEGUN in found:
             # Taken back by a worker that has lost touch; readers do not hear of it.
             world.given_up[number] += 1
             return

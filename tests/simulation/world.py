@@ -204,8 +204,10 @@ class World:
         if worker.over is not None:
             self.wrong(f"{worker.name} begins {number} after its grace period was over")
         # Whoever gives a job up in good order has not used up an attempt, and nor has the one after it: what
-        # became of that is not known. A server that has forgotten what was said has lost count.
-        allowed = self.attempts - 1 + LAST_ATTEMPTS + 2 * self.given_up[number]
+        # became of that is not known. A server that has forgotten what was said has lost count. The first
+        # one of several is not counted when it begins.
+        uncounted = 1 if self.attempts > 1 else 0
+        allowed = self.attempts - 1 + LAST_ATTEMPTS + uncounted + 2 * self.given_up[number]
         if self.runs[number] > allowed and not self.forgetful:
             self.wrong(f"{worker.name} begins {number} for the {self.runs[number]}th time")
         if job.deadline is not None and self.time.now >= job.deadline:
@@ -260,7 +262,7 @@ class World:
             self.wrong(f"{sequence} was asked back by attempt {old} while attempt {new} had it")
         results: dict[int, list[Stored]] = {}
         for result in self.server.streams[RESULTS].messages.values():
-            if headers.LAST_ATTEMPTS not in result.headers:
+            if headers.BEGUN not in result.headers:
                 results.setdefault(int(result.headers[headers.SUBMISSION]), []).append(result)
         letters = Counter(
             int(letter.headers[headers.SUBMISSION]) for letter in self.server.streams[DEAD].messages.values()

@@ -116,7 +116,7 @@ async def fleet(server: NatsServer, directory: Path, *, model: str = MODEL) -> A
     """A fleet without workers; those that are started end with the block."""
     bus = await Bus.connect(BusSettings(urls=(server.url,)), name="test fleet")
     try:
-        await provision(bus, StreamSettings())
+        await provision(bus, StreamSettings(), model=model)
         async with Children(grace=5) as children, Roster(bus, model) as roster:
             yield Fleet(server, bus, roster, directory, children)
     finally:

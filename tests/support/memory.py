@@ -106,7 +106,7 @@ class MemoryDelivery:
         self.message = message
         self.attempt = attempt
         self.ended: list[tuple[str, object]] = []
-        self.stale = False
+        self.stale = self.forgotten = False
 
     async def ack(self) -> None:
         self.ended.append(("ack", None))

@@ -90,8 +90,11 @@ class Responder:
             "Infer-Submission": str(submission),
             "Infer-Worker": "d1",
         }
-        subject = f"infer.results.{owner}.{job}"
-        await self.nc.jetstream().publish(subject, json.dumps(body).encode(), headers=headers)
+        stream = self.nc.jetstream()
+        entrance = (await stream.stream_info("INFER_RESULTS")).config.subject_transform
+        assert entrance is not None
+        subject = entrance.src.replace(">", f"results.{owner}.{job}")
+        await stream.publish(subject, json.dumps(body).encode(), headers=headers)
 
 
 def chunks_of(*texts: str, attempt: int = 1) -> list[Chunk]:

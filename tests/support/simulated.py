@@ -484,13 +484,15 @@ class Connection:
             self.server.connections.remove(self)
 
     def _know(self, up: bool) -> None:
-        if up == self.up:
-            if up:
-                self._connected.set()
-            else:
-                self._connected.clear()
-            for listener in self.listeners:
-                listener(up)
+        """A loss is heard of however short it was; a return that was lost again meanwhile is not."""
+        if up and not self.up:
+            return
+        if up:
+            self._connected.set()
+        else:
+            self._connected.clear()
+        for listener in self.listeners:
+            listener(up)
 
     def _back(self, action: Callable[[], None]) -> None:
         time, epoch = self.server.time, self.epoch

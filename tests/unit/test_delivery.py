@@ -61,6 +61,11 @@ class Bench:
         )
         return MemoryDelivery(message, attempt)
 
+    async def begun(self, attempts: int, *, sequence: int = 7, job: str = "j1") -> None:
+        """So many attempts at a job began before, and left nothing but that."""
+        fields = {headers.BEGUN: str(attempts), headers.ATTEMPT: str(attempts)}
+        await self.broker.store(SUBJECTS.attempts("acme", job, sequence), b"", fields)
+
     async def handle(self, delivery: MemoryDelivery) -> tuple[str, object]:
         await self.deliveries.handle(delivery)
         assert len(delivery.ended) == 1
@@ -136,12 +141,16 @@ async def test_the_result_is_stored_before_the_end_mark_and_the_acknowledgement(
     assert stored_when_acked == [1]
 
 
-async def test_a_redelivered_job_whose_result_is_stored_is_only_acknowledged() -> None:
+async def test_a_redelivered_job_whose_result_is_stored_does_not_run_and_its_readers_are_told() -> None:
+    """Whoever stored it may have died before it sent the answer."""
     bench = Bench(answer)
     await bench.handle(bench.job())
     sent = len(bench.broker.sent)
     assert await bench.handle(bench.job(attempt=2)) == ("ack", None)
-    assert (bench.runs, len(bench.results), len(bench.broker.sent)) == (1, 1, sent)
+    assert (bench.runs, len(bench.results)) == (1, 1)
+    whole, end = bench.broker.sent[sent:]
+    assert whole.data == bench.results[0].data
+    assert (end.headers[headers.STATUS], end.headers[headers.ATTEMPT]) == ("ok", "1")
 
 
 async def test_a_later_submission_with_the_same_id_is_run_and_stores_its_own_result() -> None:
@@ -188,7 +197,30 @@ async def test_a_second_owner_cannot_store_a_second_result() -> None:
     go_on.set()
     await asyncio.gather(stale, owner)
     assert len(bench.results) == 1
-    assert bench.ends == ["ok"]
+    assert set(bench.ends) == {"ok"}
+
+
+async def test_the_readers_of_an_owner_that_stalled_hear_its_result_from_its_successor() -> None:
+    started, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(attempt: Attempt, reply: Reply) -> bytes:
+        if attempt.number == 1:
+            stalled.stale = True
+            return b'{"by":"1"}'
+        started.set()
+        await go_on.wait()
+        return b'{"by":"2"}'
+
+    bench = Bench(slow)
+    stalled, successor = bench.job(attempt=1), bench.job(attempt=2)
+    owner = asyncio.create_task(bench.deliveries.handle(successor))
+    await started.wait()
+    await bench.deliveries.handle(stalled)
+    assert [result.data for result in bench.results] == [b'{"by":"1"}']
+    assert not bench.broker.sent
+    go_on.set()
+    await owner
+    assert [message.data for message in bench.broker.sent] == [b'{"by":"1"}', b""]
 
 
 @pytest.mark.parametrize(
@@ -244,6 +276,7 @@ async def test_an_attempts_number_is_above_all_that_readers_have_seen() -> None:
 
 async def test_the_last_failed_attempt_becomes_a_dead_letter_a_result_and_a_term() -> None:
     bench = Bench(failing(EngineFailed("cuda")), attempts=2)
+    await bench.begun(1)
     assert await bench.handle(
         bench.job(attempt=2, found={headers.TRACEPARENT: "00-x", "Nats-Expected-Stream": "INFER_JOBS"})
     ) == (
@@ -281,9 +314,34 @@ async def test_a_job_that_came_too_often_without_being_tried_has_its_last_attemp
 
 
 async def test_what_may_be_tried_once_is_not_tried_again() -> None:
-    bench = Bench(answer, attempts=1)
+    bench = Bench(dying, attempts=1)
+    await bench.dies(bench.job(attempt=1))
     assert await bench.handle(bench.job(attempt=2)) == ("term", "attempts_exhausted")
-    assert bench.runs == 0
+    assert bench.runs == 1
+
+
+@pytest.mark.parametrize("attempts", [1, 2, 5])
+async def test_a_job_that_was_delivered_again_and_again_and_never_began_is_tried(attempts: int) -> None:
+    bench = Bench(answer, attempts=attempts)
+    assert await bench.handle(bench.job(attempt=9)) == ("ack", None)
+    assert bench.runs == 1
+    assert bench.results[0].headers[headers.STATUS] == "ok"
+
+
+async def test_a_job_that_fails_has_all_its_attempts_however_often_it_was_put_back_between() -> None:
+    bench = Bench(failing(EngineFailed("cuda")), attempts=3)
+    for attempt in (4, 9):
+        assert (await bench.handle(bench.job(attempt=attempt)))[0] == "nak"
+    assert await bench.handle(bench.job(attempt=17)) == ("term", "engine_failed")
+    assert bench.runs == 3
+
+
+async def test_a_job_whose_answers_go_to_an_inbox_has_its_failures_counted() -> None:
+    """They leave nothing in the stream of chunks."""
+    bench = Bench(failing(EngineFailed("cuda")), attempts=2)
+    found = {headers.REPLY_TO: "_INBOX.x"}
+    assert (await bench.handle(bench.job(attempt=1, found=found)))[0] == "nak"
+    assert await bench.handle(bench.job(attempt=2, found=found)) == ("term", "engine_failed")
 
 
 async def test_last_attempts_of_jobs_whose_workers_died_are_made_one_at_a_time() -> None:
@@ -294,6 +352,8 @@ async def test_last_attempts_of_jobs_whose_workers_died_are_made_one_at_a_time()
         return b"{}"
 
     bench = Bench(slow, attempts=3)
+    await bench.begun(2)
+    await bench.begun(2, sequence=8, job="j2")
     first = asyncio.create_task(bench.handle(bench.job(attempt=3, sequence=7)))
     await eventually(lambda: bench.runs == 1)
     second = bench.job(attempt=4, sequence=8, found={headers.JOB_ID: "j2"})
@@ -307,6 +367,9 @@ async def test_last_attempts_of_jobs_whose_workers_died_are_made_one_at_a_time()
 
 async def test_a_job_that_waits_for_its_last_attempt_can_be_cancelled_and_expires() -> None:
     bench = Bench(dying, attempts=3)
+    await bench.begun(2, job="j2")
+    await bench.begun(2, sequence=8)
+    await bench.begun(2, sequence=9)
     first = asyncio.create_task(bench.handle(bench.job(attempt=3, sequence=7, found={headers.JOB_ID: "j2"})))
     await eventually(lambda: bench.runs == 1)
     late = bench.job(attempt=3, sequence=8, found={headers.DEADLINE: "5"})
@@ -411,6 +474,30 @@ async def test_a_job_that_was_cancelled_while_queued_never_runs() -> None:
     assert await bench.handle(delivery) == ("ack", None)
     assert bench.runs == 0
     assert bench.ends == ["cancelled"]
+
+
+@pytest.mark.parametrize("forwarded", [True, False])
+async def test_what_the_server_sends_for_somebody_is_no_cancel(forwarded: bool) -> None:
+    """A client can have an acknowledgement, or its own message, sent to another owner's cancel subject."""
+    bench = Bench(answer)
+    delivery = bench.job()
+    bench.broker.seconds = 5
+    await bench.broker.store(
+        SUBJECTS.cancel("acme", "j1"), b"" if forwarded else b'{"stream":"INFER_JOBS","seq":1}'
+    )
+    marks = bench.broker.streams["INFER_CANCEL"]
+    marks[-1] = msgspec.structs.replace(marks[-1], forwarded=forwarded)
+    assert await bench.handle(delivery) == ("ack", None)
+    assert bench.ends == ["ok"]
+
+
+async def test_a_job_that_the_server_forwarded_for_somebody_does_not_run() -> None:
+    bench = Bench(answer)
+    delivery = bench.job()
+    delivery.message = msgspec.structs.replace(delivery.message, forwarded=True)
+    assert (await bench.handle(delivery))[0] == "term"
+    assert bench.runs == 0
+    assert not bench.results
 
 
 async def test_a_running_job_ends_when_it_is_cancelled() -> None:

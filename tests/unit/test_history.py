@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import msgspec
+import pytest
 
 from inferbus.schemas import headers
 from inferbus.schemas.headers import Continuation
@@ -31,6 +32,35 @@ def message(
         sequence=1,
         time=NOW,
     )
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        b"[1,2]",
+        b'{"attempt":null,"seq":0,"token_ids":[5]}',
+        b'{"attempt":1,"seq":"0","token_ids":[5]}',
+        b'{"attempt":1,"seq":0,"token_ids":{"a":1}}',
+        b'{"attempt":1,"seq":0,"token_ids":["x"]}',
+        b'{"attempt":1,"seq":0,"choices":[null]}',
+        b'{"attempt":1,"seq":0,"choices":[{"delta":{"content":{}}}]}',
+        b'{"attempt":1,"seq":0,"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b"\x91" * 100_000,
+        b"\xff\xfe",
+        b'{"stream":"INFER_JOBS","seq":5}',
+    ],
+)
+def test_whatever_else_is_on_a_jobs_subject_is_passed_over(odd: bytes) -> None:
+    stored = [msgspec.structs.replace(message({}), data=odd), message(tokens(1, 0, 5))]
+    for order in (stored, stored[::-1]):
+        points = resume_points(order, submission=7, before=2)
+        assert [point.token_ids for point in points] in ([[5]], [])
+
+
+def test_a_chunk_that_the_server_forwarded_for_somebody_is_passed_over() -> None:
+    forged = msgspec.structs.replace(message(tokens(1, 0, 666)), forwarded=True)
+    points = resume_points([forged, message(tokens(1, 0, 5))], submission=7, before=2)
+    assert [point.token_ids for point in points] == [[5]]
 
 
 def tokens(attempt: int, seq: int, *ids: int, **more: Any) -> dict[str, Any]:

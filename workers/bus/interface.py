@@ -65,6 +65,11 @@ class Delivery(Protocol):
         """Whether so much time has passed since the last sign of life that the job may be another's now."""
         ...
 
+    @property
+    def forgotten(self) -> bool:
+        """Whether the server may have forgotten this delivery, and so gives its number to another one."""
+        ...
+
     async def ack(self) -> None:
         """Done with; returns when the server knows.
 

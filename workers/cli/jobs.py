@@ -56,12 +56,6 @@ def submit(
     fields = read_body(body)
 
     async def work(client: Client) -> int:
-        if await never_served(client.bus, model):
-            served = await client.models()
-            if model not in served:
-                warn(
-                    f"no worker has ever served this model: {unserved(model, served)}; the job waits for one"
-                )
         job = await client.submit(
             kind,
             model,
@@ -72,6 +66,13 @@ def submit(
             stream=not no_stream,
             again=again,
         )
+        if await never_served(client.bus, model):
+            # `inferbus init` was told of it, or the stream takes the jobs of every model.
+            served = await client.models()
+            if model not in served:
+                warn(
+                    f"no worker has ever served this model: {unserved(model, served)}; the job waits for one"
+                )
         if wait:
             click.echo(_line(job), err=True)
             async with client.stream(job) as answer:

@@ -29,6 +29,7 @@ _COMMANDS: Final = {
     "resume": "queues",
     "dead": "dead",
     "streams": "streams",
+    "init": "streams",
     "config": "settings",
 }
 """The module of every command; only that one is imported."""

@@ -44,6 +44,24 @@ def streams(adopt: bool, as_json: bool, **flags: Any) -> int:
     return run(settings, work)
 
 
+@click.command(cls=Command)
+@click.argument("model")
+@settings_options("bus", "streams")
+def init(model: str, **flags: Any) -> int:
+    """Have jobs of MODEL accepted before a worker has ever served it.
+
+    Creates the streams that are missing, and the model's consumers.
+    """
+    settings = settings_of(flags)
+
+    async def work(client: Client) -> int:
+        await Operator(client.bus).init(model, settings)
+        click.echo(f"jobs of {model} are accepted")
+        return 0
+
+    return run(settings, work)
+
+
 def _print(states: list[StreamState]) -> None:
     columns = ("stream", "messages", "bytes", "limit", "age limit", "storage", "copies", "state")
     print_table(columns, map(_row, states))

@@ -8,10 +8,14 @@ in order:
 * a newer attempt supersedes an older one from its first chunk on. If it continues the older attempt, the user
   notices nothing. If it starts anew, the part that it has in common with what was delivered is left out; only
   if it differs (sampling without a seed) does `Restarted` say that everything before is void;
+* a server that was killed forgets its newest deliveries, and gives the same attempt to another worker: the
+  first chunk names its worker, and one of another worker supersedes the attempt by the same rule;
 * the final result replaces whatever is still missing, by the same rule.
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 import msgspec
 
@@ -68,6 +72,17 @@ class _Attempt:
         self.failure: ErrorMessage | None = None
         self.end: EndMark | None = None
 
+    def superseded_by(self, message: AnswerMessage) -> bool:
+        """Whether a message is the first chunk of another worker's attempt of the same number."""
+        first = self.chunks_by_seq.get(0)
+        return (
+            isinstance(message, ChunkMessage)
+            and message.seq == 0
+            and first is not None
+            and None not in (first.worker, message.worker)
+            and first.worker != message.worker
+        )
+
     def add(self, message: AnswerMessage) -> None:
         match message:
             case ChunkMessage():
@@ -86,6 +101,10 @@ class _Segment(msgspec.Struct):
 
     attempt: int
     chunks: int | None = None
+
+
+_NO_LINEAGE: Final = _Segment(0, 1)
+"""No attempt's lineage begins with this."""
 
 
 class Assembler:
@@ -133,7 +152,11 @@ class Assembler:
         """Takes one message, and returns the events that the user can receive now."""
         if self.final_status is not None:
             return []
-        self._attempts.setdefault(message.attempt, _Attempt()).add(message)
+        attempt = self._attempts.setdefault(message.attempt, _Attempt())
+        if attempt.superseded_by(message):
+            attempt = self._attempts[message.attempt] = _Attempt()
+            self._lineage, self._consumed = None, [_NO_LINEAGE]
+        attempt.add(message)
         if message.attempt > self._newest:
             self._newest, self._lineage = message.attempt, None
         newest = self._attempts[self._newest]
@@ -238,7 +261,7 @@ class Assembler:
             except Diverged:
                 new = list(chunks)
                 events.append(self._restart())
-        self._consumed = [_Segment(0, 1)]  # No attempt's lineage starts with this.
+        self._consumed = [_NO_LINEAGE]
         return [*events, *(self._deliver(chunk) for chunk in new if chunk is not None)]
 
     def _set_final_status(self, newest: _Attempt, events: list[Event]) -> None:

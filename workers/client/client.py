@@ -251,6 +251,7 @@ class Client:
             InvalidRequest: A value cannot be sent as JSON or MessagePack; nothing was sent.
             PayloadTooLarge: Over the server's limit; nothing was sent.
             Overloaded: The queue is full, or this owner's part of it; try again later.
+            ModelNotFound: Nobody has ever served jobs of this model; names those that are served.
             BusUnavailable: It was not accepted, or NATS did not say so in time.
         """
         job = checked_id(job_id)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 
 import msgspec
 
 from inferbus.schemas import headers
-from inferbus.schemas.errors import BusUnavailable, Overloaded
+from inferbus.schemas.errors import BusUnavailable, CallerError, InferbusError, ModelNotFound, Overloaded
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.errors import (
     NOT_FOUND,
@@ -16,11 +17,13 @@ from inferbus.workers.bus.errors import (
     StreamFull,
     SubjectFull,
 )
+from inferbus.workers.bus.fleet.registry import entry_subject, parse_entry
 from inferbus.workers.bus.interface import PubAck
 from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.client.errors import JobNotFound
 from inferbus.workers.client.messages import submission_of
+from inferbus.workers.client.models import serving
 from inferbus.workers.client.reads import Unreadable, submissions
 from inferbus.workers.client.records import job_address
 
@@ -60,18 +63,39 @@ async def publish_job(bus: Bus, subject: str, data: bytes, message_headers: Mapp
     Raises:
         PayloadTooLarge: Over the server's limit; nothing was sent.
         Overloaded: The queue is full, or this owner's part of it; try again later.
+        ModelNotFound: Nobody has ever served jobs of this model.
         BusUnavailable: No NATS stream accepted it, or the acknowledgement did not arrive.
     """
     try:
         return await JetStream(bus).store(subject, data, message_headers, resend=True)
     except NoResponders:
-        raise BusUnavailable("no stream takes jobs: has a worker been started?") from None
+        raise await _untaken(bus, bus.subjects.parse_job(subject).model) from None
     except SubjectFull:
         raise Overloaded("the job was not accepted: its owner has as many open jobs as it may") from None
     except StreamFull as error:
         raise Overloaded(f"the job was not accepted: the queue is full: {error.description}") from None
     except ApiError as error:
         raise BusUnavailable(f"the job was not accepted: {error.description}") from None
+
+
+async def _untaken(bus: Bus, model: str) -> InferbusError:
+    """Why no stream takes a model's jobs, as far as the user may know."""
+    try:
+        entries = await JetStream(bus).read(layout.WORKERS, entry_subject())
+    except ApiError:
+        return BusUnavailable("no stream takes jobs: has a worker been started?")
+    except BusUnavailable:
+        return BusUnavailable(f"no stream takes jobs of the model {model!r}: has it ever been served?")
+    workers = []
+    for entry in entries:
+        with contextlib.suppress(CallerError):
+            workers.append(parse_entry(entry))
+    served = serving(each for each in workers if each is not None)
+    if model in served:
+        return BusUnavailable(f"no stream takes jobs of the model {model!r} at the moment")
+    names = ", ".join(served)
+    known = f"served are: {names}" if names else "no worker is ready, see `inferbus workers`"
+    return ModelNotFound(f"nobody has ever served the model {model!r}; {known}", param="model")
 
 
 async def find_job(bus: Bus, owner: str, job: str, submission: int | None = None) -> Job:

@@ -50,12 +50,14 @@ class ChunkMessage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         chunk: The content.
         continues: On the first chunk of an attempt that continues an older one: which, and after how many
             chunks.
+        worker: On the first chunk of a durable job's attempt: the worker that sent it.
     """
 
     attempt: int
     seq: int
     chunk: Chunk
     continues: Continuation | None = None
+    worker: str | None = None
 
 
 class WholeMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,6 +129,7 @@ def parse_message(data: bytes, message_headers: Mapping[str, str] | None) -> Ans
             seq=fields["seq"],
             chunk=_chunk(fields),
             continues=headers.parse_continues(values),
+            worker=values.get(headers.WORKER),
         )
     if "choices" in fields:
         # Token answers have no `object`, which OpenAI's always have.

@@ -24,6 +24,8 @@ from inferbus.workers.bus.errors import NOT_FOUND, ApiError
 from inferbus.workers.bus.interface import Stored
 from inferbus.workers.bus.jetstream import browse, layout
 from inferbus.workers.bus.jetstream.client import JetStream
+from inferbus.workers.bus.jetstream.provision import provision
+from inferbus.workers.bus.queue.consumers import job_consumers
 from inferbus.workers.client.jobs import Job, publish_cancel, publish_job
 from inferbus.workers.client.messages import parse_result, submission_of
 from inferbus.workers.client.models import never_served
@@ -300,6 +302,17 @@ class Operator:
             BusUnavailable: The server refuses a change, or may not be asked; says which.
         """
         await adopt(self._bus, settings, await survey(self._bus, settings))
+
+    async def init(self, model: str, settings: Settings) -> None:
+        """Has jobs of a model accepted: creates the missing NATS streams, and the model's consumers.
+
+        Raises:
+            InvalidSubject: No subject can carry that name.
+            BusUnavailable: The server refuses it, or may not be asked; says which.
+        """
+        await provision(self._bus, settings.streams)
+        classes = [name for name in CLASSES if name in settings.worker.classes]
+        await job_consumers(self._bus, model, classes, ack_wait=settings.worker.ack_wait)
 
     def _dead(self, model: str | None) -> str:
         every = self._bus.subjects.all("dead")

@@ -1,6 +1,6 @@
 """The delivery contract of durable jobs: `HeldJob` is its table, before an attempt and after it.
 
-    taken      → result there already?      acknowledge, nothing else
+    taken      → result there already?      readers are told of it; acknowledged
                → taken over meanwhile?      leave it to its new owner
                → a repeated submission?     the result that it has already, again
                → workers died of it?        last attempts are made alone; after those, dead letter
@@ -43,6 +43,7 @@ from inferbus.workers.admission import Permit
 from inferbus.workers.bus.interface import Broker, Delivery, Stored
 from inferbus.workers.jobs import cancel
 from inferbus.workers.jobs.attempt import Attempt, Envelope, durable, facts
+from inferbus.workers.jobs.beginnings import Beginnings, Begun
 from inferbus.workers.jobs.cancel import Cancels
 from inferbus.workers.jobs.dead_letters import DeadLetters
 from inferbus.workers.jobs.duplicate import origin
@@ -88,6 +89,7 @@ class Deliveries:
     Attributes:
         results: Stored ones.
         dead_letters: Stores them.
+        beginnings: Counts attempts.
         quarantine: Of last attempts.
         history: Chunks of earlier attempts.
     """
@@ -109,7 +111,8 @@ class Deliveries:
         self.observer = observer or Observer()
         self.results = ResultStore(broker, settings, clock)
         self.dead_letters = DeadLetters(broker, settings, clock)
-        self.quarantine = Quarantine(broker, settings, clock)
+        self.beginnings = Beginnings(broker, settings, clock)
+        self.quarantine = Quarantine()
         self.history = History(broker, settings.subjects)
 
     async def handle(self, delivery: Delivery, permit: Permit | None = None) -> None:
@@ -123,6 +126,11 @@ class Deliveries:
             permit: Has it run when its turn comes; at once without one.
         """
         message, settings = delivery.message, self.settings
+        if message.forwarded:
+            # Not published by the owner whose subject it came on, so there is nobody to answer.
+            log.error("job.forwarded", subject=message.subject, sequence=message.sequence)
+            await delivery.term("forwarded by the server")
+            return
         try:
             envelope = durable(
                 message, number=delivery.attempt, subjects=settings.subjects, replies=settings.replies
@@ -155,6 +163,8 @@ class HeldJob:
         self._delivery = delivery
         self._envelope = envelope
         self._permit = permit
+        self._begun = 0
+        self._counted = False
 
     @property
     def attempt(self) -> Attempt:
@@ -170,13 +180,14 @@ class HeldJob:
         policy = self._parts.settings.policy
         result, in_order = await self._look_up()
         if result.stored:
+            await self._tell_readers(result.own)
             await self._delivery.ack()
             self.settled("repeated", reason="its result is stored")
         elif self._delivery.stale:
             self.settled("left", reason="another worker may have taken it over")
         elif (earlier := await self._answered_before(result)) is not None:
             await self._answer_again(result, earlier)
-        elif self.attempt.number == 1 or not policy.last(self.attempt.number):
+        elif self._begun == 0 or not policy.last(self._begun + 1):
             await self._try(result)
         elif policy.attempts == 1:
             await self._give_up(result, "it came once more after its only attempt")
@@ -188,7 +199,10 @@ class HeldJob:
     async def _settle(self, result: FinalResult, outcome: AttemptOutcome) -> None:
         """The table, after an attempt."""
         policy, error, attempt = self._parts.settings.policy, outcome.error, outcome.attempt
-        if error is None or isinstance(error, CallerError | Ended):
+        if self._delivery.forgotten:
+            # Another attempt may have the same number: readers could not tell its chunks from this result.
+            self.settled("left", reason="the server may have forgotten that this worker took it")
+        elif error is None or isinstance(error, CallerError | Ended):
             outcome = await self._conclude(result, outcome)
             await self._delivery.ack()
             self.settled("finished", outcome.error, status=outcome.status, code=outcome.code)
@@ -199,10 +213,12 @@ class HeldJob:
             outcome.reply.retrying(error)
             await self._delivery.nak(0.0)
             self.settled("handed_back", error)
-        elif policy.last(attempt.number):
+        elif policy.last(self._begun + 1):
             await self._bury(result, outcome, error)
         else:
-            delay = policy.delay(attempt.number)
+            if not self._counted:
+                await self._parts.beginnings.count(attempt, self._begun)
+            delay = policy.delay(self._begun + 1)
             outcome.reply.retrying(error)
             await self._delivery.nak(delay)
             self.settled("retried", error, code=error.code, reason=error.message, delay=delay)
@@ -211,26 +227,32 @@ class HeldJob:
         """Where the result belongs, and whether the attempt before this one ended in order, if that is known.
 
         The attempt gets a number above all that readers have seen: a server that was killed may have
-        forgotten deliveries.
+        forgotten deliveries. How many began before it is another figure: what readers have seen did, and what
+        was counted.
         """
-        result, latest = await asyncio.gather(
-            self._parts.results.of(self.attempt), self._parts.history.latest(self.attempt)
+        parts = self._parts
+        first = self._delivery.attempt == 1
+        result, latest, begun = await asyncio.gather(
+            parts.results.of(self.attempt),
+            parts.history.latest(self.attempt),
+            _nothing_begun() if first else parts.beginnings.of(self.attempt),
         )
-        following = latest.number + 1
-        attempt = msgspec.structs.replace(self.attempt, number=max(self.attempt.number, following))
+        self._begun = max(begun.attempts, min(latest.number, 1))
+        attempt = msgspec.structs.replace(self.attempt, number=max(self.attempt.number, latest.number + 1))
         self._envelope = msgspec.structs.replace(self._envelope, attempt=attempt)
-        return result, latest.ended_in_order and attempt.number == following
+        return result, latest.ended_in_order and begun.newest <= latest.number
 
-    async def _try(self, result: FinalResult, *, begun: int | None = None) -> None:
-        """One attempt; a last one where `begun` says how many of those began before it."""
+    async def _try(self, result: FinalResult) -> None:
+        """One attempt. It is counted, unless it is the first of several: see `beginnings`."""
         parts, scope = self._parts, self._scope()
+        self._counted = self._delivery.attempt > 1 or parts.settings.policy.attempts == 1
         forget = parts.runner.scopes.add(scope)
         try:
             if await parts.cancels.aimed_at(scope):
                 cancel.end(scope)
             resume_points = await parts.history.resume_points(self.attempt)
-            if begun is not None:
-                await parts.quarantine.count(self.attempt, begun)
+            if self._counted:
+                await parts.beginnings.count(self.attempt, self._begun)
                 if self._delivery.stale:
                     scope.end(LeaseLost("another worker may have taken the job over"))
             outcome = await parts.runner.run(
@@ -242,31 +264,30 @@ class HeldJob:
             )
         finally:
             forget()
-        if begun is not None:
-            await self._uncount(outcome, begun)
+        if self._counted:
+            await self._uncount(outcome)
         await self._settle(result, outcome)
 
     async def _try_last(self, result: FinalResult) -> None:
         """A last attempt at a job whose workers died: nothing else is in quarantine meanwhile."""
-        quarantine = self._parts.quarantine
-        begun = await quarantine.begun(self.attempt)
-        if begun >= LAST_ATTEMPTS:
+        quarantine, before = self._parts.quarantine, self._parts.settings.policy.attempts - 1
+        if self._begun >= before + LAST_ATTEMPTS:
             await self._give_up(result, "its workers ended without an answer, the last ones alone with it")
         elif not quarantine.occupied:
             with quarantine.entered():
-                await self._try(result, begun=begun)
+                await self._try(result)
         elif await self._ends_before_the_engine():
             await self._try(result)
         else:
             await self._delivery.nak(DEFERRED)
             self.settled("deferred")
 
-    async def _uncount(self, outcome: AttemptOutcome, begun: int) -> None:
-        """A last attempt that was not the job's fault does not count."""
+    async def _uncount(self, outcome: AttemptOutcome) -> None:
+        """An attempt that was ended for no fault of the job does not count."""
         if self._delivery.stale or isinstance(outcome.error, LeaseLost):
-            self._parts.quarantine.uncount_later(self.attempt, begun)
+            self._parts.beginnings.uncount_later(self.attempt, self._begun)
         elif isinstance(outcome.error, Draining):
-            await self._parts.quarantine.uncount(self.attempt, begun)
+            await self._parts.beginnings.uncount(self.attempt, self._begun)
 
     async def _ends_before_the_engine(self) -> bool:
         """Whether an attempt would be refused, late or cancelled."""
@@ -284,20 +305,26 @@ class HeldJob:
 
     async def _answer_again(self, result: FinalResult, earlier: Stored) -> None:
         """What was answered is the answer to a repeated submission too, under its own number."""
+        fields = without_nats(earlier.headers) | {headers.SUBMISSION: str(self.attempt.submission)}
+        if await result.store(earlier.data, fields):
+            await self._tell_readers(earlier)
+        await self._delivery.ack()
+        self.settled("repeated", reason="it had ended under an earlier number")
+
+    async def _tell_readers(self, result: Stored | None) -> None:
+        """Sends the stored result of another attempt, whose worker may not have done so."""
+        if result is None or self._delivery.stale:
+            return
         attempt = self.attempt
         with contextlib.suppress(CallerError):
             attempt, _ = self._envelope.open()  # Its headers may name another reply subject.
-        answered = without_nats(earlier.headers)
-        attempt = msgspec.structs.replace(attempt, number=number(answered[headers.ATTEMPT]))
-        fields = answered | {headers.SUBMISSION: str(attempt.submission)}
-        if await result.store(earlier.data, fields) and not self._delivery.stale:
-            served = Served(worker=answered[headers.WORKER], prefill=answered.get(headers.PREFILL_WORKER))
-            reply = Reply(self._parts.broker, attempt, served)
-            reply.whole(earlier.data)
-            reply.end(cast(headers.Status, answered[headers.STATUS]))
-            await self._parts.broker.flush()
-        await self._delivery.ack()
-        self.settled("repeated", reason="it had ended under an earlier number")
+        found = result.headers
+        attempt = msgspec.structs.replace(attempt, number=number(found[headers.ATTEMPT]))
+        served = Served(worker=found[headers.WORKER], prefill=found.get(headers.PREFILL_WORKER))
+        reply = Reply(self._parts.broker, attempt, served)
+        reply.whole(result.data)
+        reply.end(cast(headers.Status, found[headers.STATUS]))
+        await self._parts.broker.flush()
 
     async def _give_up(self, result: FinalResult, reason: str) -> None:
         """A job that is not tried again."""
@@ -315,7 +342,7 @@ class HeldJob:
         """Stores the one result, then ends the reply; a second owner's result is dropped.
 
         An owner that was out of touch for too long may still store the first result, and it counts; but it
-        sends no more to readers, who may be listening to its successor.
+        sends no more to readers, who may be listening to its successor. That one tells them of it.
         """
         try:
             ours = await self._store(result, outcome)
@@ -327,6 +354,7 @@ class HeldJob:
             ours = await self._store(result, outcome)
         if not ours:
             log.warning("job.superseded", **facts(outcome.attempt))
+            await self._tell_readers(result.own)
         elif not self._delivery.stale:
             outcome.answer()
             await self._parts.broker.flush()
@@ -346,3 +374,8 @@ class HeldJob:
         level, event = EVENTS[settlement]
         log.log(level, event, **more, **facts(self.attempt))
         self._parts.observer.settled(self.attempt, settlement, error)
+
+
+async def _nothing_begun() -> Begun:
+    """Of a job's first delivery: nothing was counted."""
+    return Begun()

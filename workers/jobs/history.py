@@ -7,8 +7,8 @@ on its first chunk (`Infer-Continues`), so the history of a job is a chain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,6 +20,8 @@ from inferbus.workers.bus.interface import Broker, Stored
 from inferbus.workers.bus.jetstream.layout import STREAM
 from inferbus.workers.jobs.attempt import Attempt
 from inferbus.workers.jobs.fields import number
+
+T = TypeVar("T")
 
 
 class StoredChunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,10 +87,18 @@ class History:
             BusUnavailable: The server did not answer.
         """
         newest = await self._broker.last(STREAM, attempt.reply)
-        if newest is None or newest.headers.get(headers.SUBMISSION) != str(attempt.submission):
+        if newest is not None and not self._of(attempt, newest):
+            # Another submission under the same job id is answered on the same subject.
+            stored = await self._broker.read(STREAM, attempt.reply)
+            newest = next((each for each in reversed(stored) if self._of(attempt, each)), None)
+        if newest is None:
             return LatestAttempt(number=0, ended_in_order=False)
         seen = number(newest.headers.get(headers.ATTEMPT))
         return LatestAttempt(number=seen, ended_in_order=_ended_in_order(newest))
+
+    @staticmethod
+    def _of(attempt: Attempt, stored: Stored) -> bool:
+        return not stored.forwarded and stored.headers.get(headers.SUBMISSION) == str(attempt.submission)
 
     async def resume_points(self, attempt: Attempt) -> list[ResumePoint]:
         """Where an attempt can resume earlier ones, the latest place first.
@@ -163,55 +173,72 @@ def _chain(
     return None if before is None else before + own
 
 
+class _Choice(msgspec.Struct):
+    index: int = 0
+    finish_reason: str | None = None
+    logprobs: Any = None
+    text: str | msgspec.UnsetType | None = msgspec.UNSET
+    delta: dict[str, Any] | None = None
+
+
+class _Chunk(msgspec.Struct):
+    """A chunk of any kind of request, as far as it matters here."""
+
+    attempt: int
+    seq: int
+    index: int = 0
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    logprobs: Any = None
+    choices: list[_Choice] | None = None
+
+
 def _read(message: Stored) -> StoredChunk | None:
-    """A chunk; None for an end mark, an error, or anything else."""
-    if not message.data:
+    """A chunk; None for an end mark, an error, or anything else that may be on its subject."""
+    chunk = _decoded(message, _Chunk)
+    if chunk is None or message.forwarded:
         return None
-    try:
-        body = _decoder(message)(message.data)
-        if not isinstance(body, dict) or not isinstance(body.get("seq"), int):
-            return None
-        text, finished = _text(body)
-        return StoredChunk(
-            attempt=body["attempt"],
-            seq=body["seq"],
-            token_ids=list(body.get("token_ids") or ()),
-            text=text,
-            finished=finished,
-        )
-    except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
-        return None
+    text, finished = _text(chunk)
+    return StoredChunk(
+        attempt=chunk.attempt,
+        seq=chunk.seq,
+        token_ids=chunk.token_ids or [],
+        text=text,
+        finished=finished,
+    )
 
 
 def _ended_in_order(message: Stored) -> bool:
     """Whether a message announces that its attempt is over, and another will follow."""
-    if b"retrying" not in message.data:
-        return False
+    return b"retrying" in message.data and _decoded(message, Retrying) is not None
+
+
+def _decoded(message: Stored, kind: type[T]) -> T | None:
+    """The body of a message, if it is of that kind."""
+    decode = msgspec.json.decode if message.data[:1] == b"{" else msgspec.msgpack.decode
     try:
-        _decoder(message)(message.data, type=Retrying)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return False
-    return True
+        return decode(message.data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
-def _decoder(message: Stored) -> Callable[..., Any]:
-    return msgspec.json.decode if message.data[:1] == b"{" else msgspec.msgpack.decode
-
-
-def _text(body: dict[str, Any]) -> tuple[str | None, bool]:
+def _text(chunk: _Chunk) -> tuple[str | None, bool]:
     """A chunk's text, and whether its choice has ended; None for what is more than text."""
-    if "choices" not in body:
-        plain = not body.get("index") and body.get("logprobs") is None
-        return ("" if plain else None), body.get("finish_reason") is not None
-    if len(body["choices"]) != 1:
+    if chunk.choices is None:
+        plain = not chunk.index and chunk.logprobs is None
+        return ("" if plain else None), chunk.finish_reason is not None
+    if len(chunk.choices) != 1:
         return None, False
-    choice = body["choices"][0]
-    finished = choice.get("finish_reason") is not None
-    if choice.get("logprobs") is not None or choice.get("index"):
+    choice = chunk.choices[0]
+    finished = choice.finish_reason is not None
+    if choice.logprobs is not None or choice.index:
         return None, finished
-    if "text" in choice:
-        return choice["text"] or "", finished
-    delta = choice.get("delta") or {}
-    if any(delta.get(name) for name in delta if name not in ("role", "content")):
+    if choice.text is not msgspec.UNSET:
+        return choice.text or "", finished
+    delta = choice.delta or {}
+    content = delta.get("content") or ""
+    if not isinstance(content, str) or any(
+        delta.get(name) for name in delta if name not in ("role", "content")
+    ):
         return None, finished
-    return delta.get("content") or "", finished
+    return content, finished

@@ -125,8 +125,11 @@ class Reply:
     def _send(self, body: bytes) -> None:
         probe = self._probe if self.sent % self._probe_every == 0 else ""
         fields = self._headers
-        if self._continues is not None and self.sent == 0:
-            fields = {**(fields or {}), headers.CONTINUES: str(self._continues)}
+        if fields is not None and self.sent == 0:
+            # A killed server forgets its newest deliveries: two workers may then make the same attempt.
+            fields = fields | {headers.WORKER: self.served.worker}
+            if self._continues is not None:
+                fields[headers.CONTINUES] = str(self._continues)
         self._broker.send(self._attempt.reply, body, fields, reply=probe)
         self.sent += 1
 

@@ -88,6 +88,12 @@ class FinalResult:
         return self._newest is not None and _submission(self._newest) >= self._submission
 
     @property
+    def own(self) -> Stored | None:
+        """The stored result of this very submission, by whichever attempt; None where there is none."""
+        newest = self._newest
+        return newest if newest is not None and _submission(newest) == self._submission else None
+
+    @property
     def first(self) -> bool:
         """Whether no submission under this job id had a result before."""
         return self._newest is None

@@ -28,7 +28,7 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """How often and how soon a job is tried again.
 
     Attributes:
-        attempts: For one job; those that its workers did not survive are counted by `quarantine`.
+        attempts: For one job; `beginnings` counts them.
         first: Seconds before the second attempt; a plain nak would come back within a millisecond and
             burn all attempts in one short outage.
         longest: Most seconds before any attempt.

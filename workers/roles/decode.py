@@ -102,7 +102,9 @@ class DecodeProgram:
         await self._tasks.settled()
 
     def _cancel_arrived(self, message: Message) -> None:
-        self._cancels.arrived(message.subject, message.headers)
+        # See `cancel.hits`: no acknowledgement is a cancel.
+        if not message.data and not message.forwarded:
+            self._cancels.arrived(message.subject, message.headers)
 
     def _asked_alive(self, message: Message) -> None:
         """A reader misses the messages of a job: the worker that has the job answers."""

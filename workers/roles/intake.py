@@ -124,6 +124,9 @@ class LiveIntake:
             await joined.unsubscribe()
 
     def _received(self, message: Message) -> None:
+        if message.forwarded:
+            log.warning("request.forwarded", subject=message.subject)
+            return
         stored = Stored(
             subject=message.subject,
             data=message.data,

@@ -25,6 +25,7 @@ from inferbus.workers.bus.errors import (
     JETSTREAM_OFF,
     MESSAGE_NOT_FOUND,
     STORE_FAILED,
+    STREAM_NOT_FOUND,
     WRONG_LAST_SEQUENCE,
     ApiError,
     NoResponders,
@@ -33,6 +34,8 @@ from inferbus.workers.bus.errors import (
     SubjectFull,
 )
 from inferbus.workers.bus.interface import PubAck, Stored
+from inferbus.workers.bus.jetstream.entrance import Entrance, entrance
+from inferbus.workers.bus.jetstream.layout import guarded_stream
 
 API: Final = "$JS.API"
 TRIES: Final = 3
@@ -78,7 +81,10 @@ _ack: Final = msgspec.json.Decoder(_Ack)
 
 
 class JetStream:
-    """JetStream over one connection; implements `Broker`. It has no state: any number may share a connection.
+    """JetStream over one connection; implements `Broker`. Any number may share a connection.
+
+    Streams that only workers write to are stored to by their secret entrances, which are looked up at first
+    use; see `entrance`. Callers name the subjects that readers know.
 
     Args:
         bus: The connection.
@@ -86,6 +92,7 @@ class JetStream:
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
+        self._entrances: dict[str, Entrance | None] = {}
 
     @property
     def max_payload(self) -> int:
@@ -95,8 +102,10 @@ class JetStream:
     def send(
         self, subject: str, data: bytes, headers: Mapping[str, str] | None = None, *, reply: str = ""
     ) -> None:
-        """See `Broker`."""
-        self._bus.send(subject, data, headers, reply=reply)
+        """See `Broker`. To a guarded stream only after a `store` there has found its entrance."""
+        stream = guarded_stream(subject, self._bus.subjects)
+        found = self._entrances.get(stream) if stream else None
+        self._bus.send(found.subject(subject) if found else subject, data, headers, reply=reply)
 
     @property
     def congested(self) -> bool:
@@ -190,13 +199,16 @@ class JetStream:
         for attempt in range(TRIES):
             last_try = attempt == TRIES - 1
             try:
-                message = await self._bus.request(subject, data, sent, timeout=timeout)
+                message = await self._bus.request(await self._captured(subject), data, sent, timeout=timeout)
             except NoResponders:
+                # The stream may have been made anew, with another key.
+                self._entrances.clear()
                 if last_try:
                     raise NoResponders(f"no stream takes {subject}") from None
             except NotPermitted:
                 raise
             except BusUnavailable:
+                self._entrances.clear()
                 if last_try or not resend:
                     raise
             else:
@@ -212,6 +224,21 @@ class JetStream:
                     raise _refused(ack.error, subject)
             await asyncio.sleep(RETRY_PAUSE)
         raise AssertionError("unreachable")
+
+    async def _captured(self, subject: str) -> str:
+        """What to publish to so that a message is stored on a subject."""
+        if (stream := guarded_stream(subject, self._bus.subjects)) is None:
+            return subject
+        if stream not in self._entrances:
+            try:
+                config = (await self.call(f"STREAM.INFO.{stream}"))["config"]
+            except ApiError as error:
+                if error.err_code != STREAM_NOT_FOUND:
+                    raise
+                raise NoResponders(error.message) from None
+            self._entrances[stream] = entrance(config)
+        found = self._entrances[stream]
+        return found.subject(subject) if found else subject
 
     async def last(self, stream: str, subject: str) -> Stored | None:
         """See `Broker`."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from inferbus.workers.bus.durations import seconds
+from inferbus.workers.bus.jetstream.entrance import masked, with_key_of
 
 Check = Callable[[Any, Any], bool]
 
@@ -28,6 +29,10 @@ def _covers(existing: Any, wanted: Any) -> bool:
     return set(wanted) <= set(existing or ())
 
 
+def _equal_sets(existing: Any, wanted: Any) -> bool:
+    return set(wanted) == set(existing or ())
+
+
 def _no_sooner(existing: Any, wanted: Any) -> bool:
     """File instead of memory is fine."""
     return bool(existing in (wanted, "file"))
@@ -35,6 +40,8 @@ def _no_sooner(existing: Any, wanted: Any) -> bool:
 
 CHECKS: Final[dict[str, Check]] = {
     "subjects": _covers,
+    "subject_transform": _equal,
+    "republish": _equal,
     "retention": _equal,
     "storage": _no_sooner,
     "discard": _equal,
@@ -65,12 +72,15 @@ _ABSENT: Final[dict[str, Any]] = {
     "allow_rollup_hdrs": False,
     "discard_new_per_subject": False,
     "subjects": [],
+    "subject_transform": None,
+    "republish": None,
 }
 """The server leaves these out when they are not set; numbers then are 0."""
 
 
 def differences(wanted: dict[str, Any], existing: dict[str, Any]) -> list[str]:
     """The fields that are weaker than wanted, one text each."""
+    wanted = with_key_of(wanted, existing)
     return [
         f"{field} is {_shown(field, _value(existing, field))}, wanted {_shown(field, wanted[field])}"
         for field in _weaker(wanted, existing)
@@ -79,17 +89,22 @@ def differences(wanted: dict[str, Any], existing: dict[str, Any]) -> list[str]:
 
 def strengthened(wanted: dict[str, Any], existing: dict[str, Any]) -> dict[str, Any]:
     """The existing configuration, with its weaker fields raised to the wanted values."""
+    wanted = with_key_of(wanted, existing)
     raised = {field: wanted[field] for field in _weaker(wanted, existing)}
-    if "subjects" in raised:
+    if "subjects" in raised and "subject_transform" not in wanted:
         raised["subjects"] = [*existing.get("subjects", ()), *raised["subjects"]]
     return existing | raised
 
 
 def _weaker(wanted: dict[str, Any], existing: dict[str, Any]) -> list[str]:
+    checks = dict(CHECKS)
     # With one message per subject a stream keeps the newest one, and a limit per owner is to hold: a higher
     # value is not stronger.
-    exact = wanted.get("max_msgs_per_subject") == 1 or wanted.get("discard_new_per_subject")
-    checks = CHECKS | ({"max_msgs_per_subject": _equal} if exact else {})
+    if wanted.get("max_msgs_per_subject") == 1 or wanted.get("discard_new_per_subject"):
+        checks["max_msgs_per_subject"] = _equal
+    # A second subject would be a way around the entrance.
+    if "subject_transform" in wanted:
+        checks["subjects"] = _equal_sets
     return [
         field
         for field, check in checks.items()
@@ -103,7 +118,11 @@ def _value(existing: dict[str, Any], field: str) -> Any:
 
 def _shown(field: str, value: Any) -> str:
     if isinstance(value, list):
-        return ", ".join(value)
+        return ", ".join(map(masked, value))
+    if isinstance(value, dict):
+        return f"{masked(value['src'])} to {masked(value['dest'])}"
+    if value is None:
+        return "off"
     if field in _TIMES:
         return f"{seconds(value):g} s" if value else "unlimited"
     if isinstance(value, bool):

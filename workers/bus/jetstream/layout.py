@@ -8,6 +8,7 @@ from typing import Any, Final
 from inferbus.schemas import fleet
 from inferbus.schemas.subjects import JobClass, Subjects, escape
 from inferbus.workers.bus.durations import nanoseconds
+from inferbus.workers.bus.jetstream.entrance import guarded
 from inferbus.workers.config import MIB, StreamSettings
 
 JOBS: Final = "INFER_JOBS"
@@ -15,6 +16,7 @@ STREAM: Final = "INFER_STREAM"
 RESULTS: Final = "INFER_RESULTS"
 DEAD: Final = "INFER_DEAD"
 CANCEL: Final = "INFER_CANCEL"
+OBJECTS: Final = "INFER_OBJECTS"
 WORKERS: Final = f"KV_{fleet.BUCKET}"
 """The stream behind the key-value bucket (ADR-8)."""
 
@@ -37,29 +39,45 @@ DAY: Final = 24 * 3600.0
 def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[str, Any]]:
     """Every stream.
 
+    The subjects of jobs are added for each model; see `models`. Every call gives guarded streams new keys;
+    see `entrance`.
+
     Streams whose messages must not be lost refuse what does not fit (`discard: new`): jobs, results, dead
-    letters. Chunks and cancel marks are discarded by age instead (`discard: old`), since a worker must never
-    wait for their readers.
+    letters, objects. Chunks and cancel marks are discarded by age instead (`discard: old`), since a worker
+    must never wait for their readers.
     """
     s = settings
-    jobs = _stream(JOBS, [subjects.all("jobs")], s, s.jobs_max_bytes, s.jobs_max_age)
+    jobs = _stream(JOBS, [], s, s.jobs_max_bytes, s.jobs_max_age)
     chunks = _stream(STREAM, [subjects.all("stream")], s, s.stream_max_bytes, s.stream_max_age)
-    ends = [subjects.all("results"), subjects.all("attempts")]
-    results = _stream(RESULTS, ends, s, s.results_max_bytes, s.results_max_age)
-    dead = _stream(DEAD, [subjects.all("dead")], s, s.dead_max_bytes, s.dead_max_age)
+    results = _stream(RESULTS, [], s, s.results_max_bytes, s.results_max_age)
+    dead = _stream(DEAD, [], s, s.dead_max_bytes, s.dead_max_age)
     cancel = _stream(CANCEL, [subjects.all("cancel")], s, 64 * MIB, DAY)
+    objects = _stream(OBJECTS, [subjects.all("objects")], s, s.objects_max_bytes, s.results_max_age)
     workers = _stream(WORKERS, [f"$KV.{fleet.BUCKET}.>"], s, 16 * MIB, ANNOUNCE_TTL)
     light = _light(settings)
     return [
         _capped(jobs, settings) | {"retention": "workqueue"},
         chunks | light | {"discard": "old", "max_msgs_per_subject": settings.stream_max_chunks},
-        results,
-        dead,
+        guarded(results, subjects, ("results", "attempts")),
+        guarded(dead, subjects, ("dead",)),
+        objects,
         # More than one mark per job: each may be for another submission with the same id.
         cancel | {"discard": "old", "max_msgs_per_subject": CANCELS_KEPT},
         # As ADR-8 lays out a bucket, so that `nats kv` reads it.
         workers | light | {"max_msgs_per_subject": 1, "allow_rollup_hdrs": True, "deny_delete": True},
     ]
+
+
+def new_stream(config: dict[str, Any], subjects: Subjects) -> dict[str, Any]:
+    """What a stream is made with where it is not there: more than one that is there is compared with."""
+    if config["name"] == JOBS:
+        return config | {"subjects": [no_jobs(subjects)]}
+    return config
+
+
+def no_jobs(subjects: Subjects) -> str:
+    """What the stream of jobs captures before it has a model: it needs a subject, and this is no job's."""
+    return f"{subjects.prefix}.jobs"
 
 
 def _capped(jobs: dict[str, Any], settings: StreamSettings) -> dict[str, Any]:
@@ -80,6 +98,12 @@ def _light(settings: StreamSettings) -> dict[str, Any]:
     if settings.replicas > 1:
         return {"storage": "memory"}
     return {"storage": "file", "persist_mode": "async"}
+
+
+def guarded_stream(subject: str, subjects: Subjects) -> str | None:
+    """The stream that holds a subject and is written to by its entrance; None for every other subject."""
+    family = subject.removeprefix(f"{subjects.prefix}.").partition(".")[0]
+    return {"results": RESULTS, "attempts": RESULTS, "dead": DEAD}.get(family)
 
 
 def job_consumer(subjects: Subjects, model: str, job_class: JobClass, *, ack_wait: float) -> dict[str, Any]:

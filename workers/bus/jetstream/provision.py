@@ -14,18 +14,22 @@ from inferbus.workers.bus.errors import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, Ap
 from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.bus.jetstream.differences import differences, strengthened
+from inferbus.workers.bus.jetstream.models import capture_jobs
 from inferbus.workers.config import StreamSettings
 
 _IN_USE: Final = frozenset({10058, 10148, 10013})
 """Stream, consumer, consumer of an old server: exists already, with another configuration."""
 
 
-async def provision(bus: Bus, settings: StreamSettings, *, adopt: bool = False) -> None:
+async def provision(
+    bus: Bus, settings: StreamSettings, *, model: str | None = None, adopt: bool = False
+) -> None:
     """Makes every stream that is missing.
 
     Args:
         bus: The connection.
         settings: Limits.
+        model: Have the stream of jobs capture this model's jobs too.
         adopt: Raise what is weaker, instead of refusing it. Nothing is ever lowered.
 
     Raises:
@@ -36,7 +40,8 @@ async def provision(bus: Bus, settings: StreamSettings, *, adopt: bool = False) 
     jetstream = JetStream(bus)
     for config in layout.stream_configs(bus.subjects, settings):
         name = config["name"]
-        existing = await _get_or_create(jetstream, "STREAM", name, config)
+        new = layout.new_stream(config, bus.subjects)
+        existing = await _get_or_create(jetstream, "STREAM", name, new)
         if not (differing := differences(config, existing)):
             continue
         if adopt:
@@ -45,6 +50,8 @@ async def provision(bus: Bus, settings: StreamSettings, *, adopt: bool = False) 
             problems.append(f"stream {name}: {'; '.join(differing)}")
     if problems:
         raise _refusal(problems)
+    if model is not None:
+        await capture_jobs(bus, model)
 
 
 async def ensure_consumer(

@@ -10,6 +10,7 @@ from inferbus.schemas.subjects import CLASSES, JobClass
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.durations import seconds
 from inferbus.workers.bus.jetstream import layout
+from inferbus.workers.bus.jetstream.models import capture_jobs
 from inferbus.workers.bus.jetstream.provision import ensure_consumer
 from inferbus.workers.bus.queue.job_queue import JobQueue
 from inferbus.workers.bus.queue.pull_requests import PriorityClass
@@ -35,6 +36,8 @@ async def job_consumers(
 ) -> list[Consumer]:
     """One durable consumer per class for a model, shared by all its workers; made where missing.
 
+    The stream of jobs captures the model's jobs from then on.
+
     Args:
         bus: The connection.
         model: The served model name.
@@ -46,6 +49,7 @@ async def job_consumers(
         ProvisionError: One is there, but weaker than asked for.
         BusUnavailable: JetStream is off, or a subject is not permitted.
     """
+    await capture_jobs(bus, model)
     consumers = []
     for job_class in classes:
         wanted = layout.job_consumer(bus.subjects, model, job_class, ack_wait=ack_wait)

@@ -73,10 +73,11 @@ class NatsDelivery:
             headers=message.headers,
             sequence=ack.sequence,
             time=ack.time,
+            forwarded=message.forwarded,
         )
         self._attempt = ack.attempt
         self._taken = self._seen = time.monotonic()
-        self._stale = False
+        self._stale = self._forgotten = False
         heartbeats.add(self)
 
     @property
@@ -95,9 +96,15 @@ class NatsDelivery:
         self._stale = self._stale or time.monotonic() - self._seen > self._heartbeats.ack_wait
         return self._stale
 
+    @property
+    def forgotten(self) -> bool:
+        """See `Delivery`."""
+        return self._forgotten
+
     def cut_off(self) -> None:
         """The connection is lost: stale, if so recent that a server that was killed may have forgotten it."""
-        self._stale = self._stale or time.monotonic() - self._taken < FORGOTTEN
+        self._forgotten = self._forgotten or time.monotonic() - self._taken < FORGOTTEN
+        self._stale = self._stale or self._forgotten
 
     async def ack(self) -> None:
         """See `Delivery`."""
