@@ -16,7 +16,7 @@ class Requests:
 
     def __init__(self, inboxes: Inboxes) -> None:
         self._inboxes = inboxes
-        self._waiting: dict[str, set[Callable[[NotPermitted], None]]] = {}
+        self._waiting: dict[str, set[Callable[[], None]]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -47,19 +47,23 @@ class Requests:
     def refuse(self, subject: str) -> None:
         """Ends the requests on a subject that this user may not publish to; case is ignored."""
         for on_refusal in list(self._waiting.get(subject.lower(), ())):
-            on_refusal(NotPermitted(f"not permitted to publish to {subject}"))
+            on_refusal()
 
     @contextmanager
     def _expecting(
         self, subject: str, on_message: Callback, on_refusal: Callable[[NotPermitted], None]
     ) -> Iterator[str]:
         key = subject.lower()
-        self._waiting.setdefault(key, set()).add(on_refusal)
+
+        def refused() -> None:
+            on_refusal(NotPermitted(f"not permitted to publish to {subject}"))
+
+        self._waiting.setdefault(key, set()).add(refused)
         inbox = self._inboxes.open(on_message)
         try:
             yield inbox.subject
         finally:
             inbox.close()
-            self._waiting[key].discard(on_refusal)
+            self._waiting[key].discard(refused)
             if not self._waiting[key]:
                 del self._waiting[key]
