@@ -36,9 +36,9 @@ class Results:
             BusUnavailable: The server did not answer.
         """
         stored = await JetStream(self._bus).last(layout.RESULTS, self._subject(job))
-        if stored is None or not job.matches(stored.headers):
+        if stored is None or stored.forwarded or not job.matches(stored.headers):
             return None
-        return parse_result(stored.data, stored.headers)
+        return parse_result(stored.data, stored.headers, job=job.id)
 
     async def wait(self, job: Job, timeout: float | None) -> Result:
         """Waits for a job's result.
