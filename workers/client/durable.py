@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import structlog
 
+from inferbus.schemas import headers
 from inferbus.schemas.errors import BusUnavailable, InternalError
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.connection.message import Callback, Message
@@ -25,6 +26,7 @@ from inferbus.workers.client import reads
 from inferbus.workers.client.assembler import Event, Restarted
 from inferbus.workers.client.errors import TimedOut
 from inferbus.workers.client.jobs import Job, find_job, publish_cancel
+from inferbus.workers.client.liveness import ASK_EVERY
 from inferbus.workers.client.messages import AnswerMessage, Chunk, parse_message, submission_of
 from inferbus.workers.client.results import FIRST_PAUSE, LAST_PAUSE, Results
 from inferbus.workers.client.stream import AnswerStream
@@ -42,7 +44,7 @@ class JobStream(AnswerStream[Chunk | Restarted]):
     Args:
         bus: The connection.
         job: Which job.
-        timeout: Seconds of silence after which to give up reading; None: never.
+        timeout: Seconds of silence after which to give up reading, unless a worker works on it; None: never.
         spawn: Runs a coroutine in the background.
         clock: For the times and pauses.
 
@@ -141,8 +143,19 @@ class JobStream(AnswerStream[Chunk | Restarted]):
         now = self._clock()
         self._next_read = now + self._pause
         if self.final_status is None and self._timeout is not None and now - self._last_news > self._timeout:
-            raise TimedOut(f"nothing came for {self._timeout:g} s; the job goes on")
+            if not await self._worked_on():
+                raise TimedOut(f"nothing came for {self._timeout:g} s; the job goes on")
+            self._last_news = now
         return events
+
+    async def _worked_on(self) -> bool:
+        """Whether a worker says that it has the job."""
+        try:
+            subject = self._bus.subjects.alive(self._job.owner, self._job.id)
+            answer = await self._bus.request(subject, timeout=ASK_EVERY)
+        except BusUnavailable:
+            return False
+        return headers.WORKER in answer.headers
 
     async def _stored_events(self) -> list[Event]:
         chunks = await self._stored_chunks()

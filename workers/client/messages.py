@@ -26,6 +26,7 @@ from inferbus.schemas.errors import (
     from_body,
 )
 from inferbus.schemas.headers import Continuation, Status
+from inferbus.workers.bus.connection.message import Message
 
 T = TypeVar("T")
 
@@ -123,6 +124,13 @@ class _Choice(_Content):
     message: _Content | None = None
     finish_reason: str | None = None
     logprobs: dict[str, Any] | None = None
+
+
+class _Acknowledgement(msgspec.Struct):
+    """JetStream's, of a stored message."""
+
+    stream: str
+    seq: int
 
 
 class _Shape(msgspec.Struct):
@@ -225,6 +233,16 @@ def parse_result(data: bytes, message_headers: Mapping[str, str] | None, *, job:
         answer=message.answer if isinstance(message, WholeMessage) else None,
         error=error,
     )
+
+
+def acknowledged_by(message: Message) -> str | None:
+    """The NATS stream that acknowledges a message; None for any other message."""
+    if not message.data.startswith(b'{"stream":'):
+        return None
+    try:
+        return msgspec.json.decode(message.data, type=_Acknowledgement).stream
+    except (msgspec.MsgspecError, RecursionError):
+        return None
 
 
 def submission_of(message_headers: Mapping[str, str] | None) -> int | None:
