@@ -19,6 +19,10 @@ from inferbus.schemas.errors import InvalidReplySubject, InvalidSubject
 Kind = Literal["tokens", "chat", "completions"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
+AnyKind = Kind | Literal["unknown"]
+UNKNOWN: Final[Literal["unknown"]] = "unknown"
+"""Stands for a kind that is none of the contract, in answers, dead letters and figures."""
+
 JobClass = Literal["interactive", "batch"]
 CLASSES: Final[tuple[JobClass, ...]] = get_args(JobClass)
 
@@ -74,7 +78,7 @@ class RequestAddress(msgspec.Struct, frozen=True):
     """What the subject of a live request says."""
 
     model: str
-    kind: Kind
+    kind: AnyKind
 
 
 class JobAddress(msgspec.Struct, frozen=True):
@@ -83,7 +87,7 @@ class JobAddress(msgspec.Struct, frozen=True):
     model: str
     job_class: JobClass
     owner: str
-    kind: Kind
+    kind: AnyKind
 
 
 class JobKey(msgspec.Struct, frozen=True):
@@ -137,6 +141,10 @@ class Subjects(msgspec.Struct, frozen=True):
         base = f"{self.prefix}.prefill.{escape(model)}"
         return base if worker is None else f"{base}.{escape(worker)}"
 
+    def worker(self, worker: str, incarnation: str) -> str:
+        """Subscribed to by one process of a worker: whether somebody listens tells whether it lives."""
+        return f"{self.prefix}.worker.{escape(worker)}.{escape(incarnation)}"
+
     def cancel(self, owner: str, job: str) -> str:
         """A cancellation."""
         return f"{self.prefix}.cancel.{escape(owner)}.{escape(job)}"
@@ -161,13 +169,17 @@ class Subjects(msgspec.Struct, frozen=True):
         """The final result of a durable job."""
         return f"{self.prefix}.results.{escape(owner)}.{escape(job)}"
 
+    def results_of(self, owner: str) -> str:
+        """Filter: the results of all durable jobs of one owner."""
+        return f"{self.prefix}.results.{escape(owner)}.*"
+
     def object(self, owner: str, object_id: str, part: int | str) -> str:
         """A part of a body that is too large for one message, counted from 0; or a filter, by `*`."""
         return f"{self.prefix}.objects.{escape(owner)}.{escape(object_id)}.{part}"
 
-    def dead(self, model: str, kind: Kind) -> str:
+    def dead(self, model: str, kind: AnyKind) -> str:
         """A job that will not be tried again."""
-        return f"{self.prefix}.dead.{escape(model)}.{_kind(kind)}"
+        return f"{self.prefix}.dead.{escape(model)}.{UNKNOWN if kind == UNKNOWN else _kind(kind)}"
 
     def all(
         self,
@@ -178,17 +190,25 @@ class Subjects(msgspec.Struct, frozen=True):
         """Filter: everything of one family."""
         return f"{self.prefix}.{family}.>"
 
-    def parse_request(self, subject: str) -> RequestAddress:
+    def parse_request(self, subject: str, *, any_kind: bool = False) -> RequestAddress:
         """The address in a live request's subject.
+
+        Args:
+            subject: As received.
+            any_kind: An unknown kind is `UNKNOWN` instead of an error.
 
         Raises:
             InvalidSubject: Not such a subject.
         """
         model, kind = self._tokens(subject, "request", 2)
-        return RequestAddress(unescape(model), _kind(kind))
+        return RequestAddress(unescape(model), _parsed_kind(kind, any_kind))
 
-    def parse_job(self, subject: str) -> JobAddress:
+    def parse_job(self, subject: str, *, any_kind: bool = False) -> JobAddress:
         """The address in a durable job's subject.
+
+        Args:
+            subject: As stored.
+            any_kind: An unknown kind is `UNKNOWN` instead of an error.
 
         Raises:
             InvalidSubject: Not such a subject.
@@ -196,7 +216,15 @@ class Subjects(msgspec.Struct, frozen=True):
         model, job_class, owner, kind = self._tokens(subject, "jobs", 4)
         name = unescape(owner)
         _owner(name)
-        return JobAddress(unescape(model), _class(job_class), name, _kind(kind))
+        return JobAddress(unescape(model), _class(job_class), name, _parsed_kind(kind, any_kind))
+
+    def model_of(self, subject: str) -> str:
+        """The model in the subject of a job whatever else it holds; `UNKNOWN` where none can be read."""
+        token, _, _ = subject.removeprefix(f"{self.prefix}.jobs.").partition(".")
+        try:
+            return unescape(token)
+        except InvalidSubject:
+            return UNKNOWN
 
     def parse_key(
         self, subject: str, family: Literal["stream", "results", "cancel", "alive", "read"]
@@ -255,6 +283,10 @@ def _class(token: str) -> JobClass:
         if token == job_class:
             return job_class
     raise InvalidSubject(f"a job's class is one of {', '.join(CLASSES)}")
+
+
+def _parsed_kind(token: str, any_kind: bool) -> AnyKind:
+    return _kind(token) if token in KINDS or not any_kind else UNKNOWN
 
 
 def _kind(token: str) -> Kind:

@@ -21,6 +21,7 @@ from inferbus.schemas.errors import (
 )
 from inferbus.schemas.fleet import BUCKET, Load, WorkerInfo
 from inferbus.workers.bus.connection.message import Message
+from inferbus.workers.bus.errors import ApiError, StreamFull
 from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.bus.jetstream.provision import provision
@@ -92,9 +93,9 @@ def lossy(client: Client, monkeypatch: pytest.MonkeyPatch, lose: Callable[[Messa
 
 async def test_a_job_is_stored_with_its_identity(client: Client) -> None:
     job = await client.submit("chat", "m", BODY, job_id="j", job_class="interactive", deadline=60)
-    assert job == Job(id="j", owner="me", submission=1, model="m", duplicate=False)
     stored = await JetStream(client.bus).last(layout.JOBS, "infer.jobs.m.interactive.me.chat")
     assert stored is not None
+    assert job == Job(id="j", owner="me", submission=stored.sequence, model="m", duplicate=False)
     assert json.loads(stored.data) == BODY | {"stream_options": {"include_usage": True}}
     assert stored.headers["Infer-Job-Id"] == "j"
     assert stored.headers["Infer-Deadline"] == "60.0"
@@ -112,6 +113,22 @@ async def test_submitting_an_id_again_returns_the_job_that_is_there(client: Clie
     first = await client.submit("chat", "m", BODY, job_id="j")
     second = await client.submit("chat", "m", BODY, job_id="j")
     assert (second.submission, second.duplicate) == (first.submission, True)
+
+
+async def test_an_id_with_another_request_is_another_submission(client: Client) -> None:
+    first = await client.submit("chat", "m", BODY, job_id="j")
+    second = await client.submit("chat", "m", BODY | {"seed": 1}, job_id="j")
+    assert (second.duplicate, second.submission == first.submission) == (False, False)
+
+
+async def test_another_owner_cannot_make_a_job_a_duplicate_by_its_id(
+    client: Client, server: NatsServer
+) -> None:
+    for guessed in ("me.j", "j"):
+        await JetStream(client.bus).store("infer.jobs.m.batch.you.chat", b"{}", {"Nats-Msg-Id": guessed})
+    async with Client.connect(server.url, owner="you") as other:
+        await other.submit("chat", "m", BODY, job_id="j")
+    assert not (await client.submit("chat", "m", BODY, job_id="j")).duplicate
 
 
 async def test_an_id_can_be_submitted_anew_on_purpose(client: Client) -> None:
@@ -361,6 +378,34 @@ async def test_a_cancel_names_the_submission_it_aims_at(client: Client, worker: 
     assert await JetStream(client.bus).last(layout.CANCEL, "infer.cancel.me.j") is not None
 
 
+async def test_a_cancel_that_is_refused_says_so_and_those_before_it_stay(client: Client) -> None:
+    job = await client.submit("chat", "m", BODY, job_id="j")
+    await client.cancel(job)
+    first = await JetStream(client.bus).last(layout.CANCEL, "infer.cancel.me.j")
+    for _ in range(layout.CANCELS_KEPT - 1):
+        await client.cancel("j")
+    with pytest.raises(Overloaded, match=r"the cancel was refused, .* too many cancels of this id"):
+        await client.cancel("j")
+    assert (await JetStream(client.bus).read(layout.CANCEL, "infer.cancel.me.j"))[0] == first
+
+
+async def test_nobody_pushes_the_cancels_of_others_out(client: Client) -> None:
+    """Large marks of another owner made room for themselves, and a cancelled job ran."""
+    await client.bus.js.purge_stream(layout.CANCEL)
+    config = (await client.bus.js.stream_info(layout.CANCEL)).config
+    config.max_bytes = 4096
+    await client.bus.js.update_stream(config)
+    await client.cancel("j")
+    with pytest.raises(ApiError, match="message size exceeds"):
+        await JetStream(client.bus).store("infer.cancel.other.big", b"x" * 2000)
+    filling = [JetStream(client.bus).store(f"infer.cancel.other.{number}", b"") for number in range(100)]
+    with pytest.raises(StreamFull):
+        await asyncio.gather(*filling)
+    with pytest.raises(Overloaded, match="the cancel was refused, the job goes on: there is no room"):
+        await client.cancel("k")
+    assert await JetStream(client.bus).last(layout.CANCEL, "infer.cancel.me.j") is not None
+
+
 async def test_cancelling_a_stream_cancels_its_job(client: Client, worker: Responder) -> None:
     job = await client.submit("chat", "m", BODY)
     stream = client.stream(job)
@@ -383,8 +428,11 @@ async def test_a_result_is_waited_for(client: Client, worker: Responder) -> None
 
 async def test_a_result_that_is_an_error_raises_its_class(client: Client, worker: Responder) -> None:
     job = await client.submit("chat", "m", BODY)
+    assert job.submission is not None
     error = {"code": "context_length_exceeded", "message": "too long"}
-    await worker.store_result("me", job.id, {"error": error, "job": job.id, "attempt": 1}, submission=1)
+    await worker.store_result(
+        "me", job.id, {"error": error, "job": job.id, "attempt": 1}, submission=job.submission
+    )
     with pytest.raises(ContextLengthExceeded, match="too long"):
         await client.result(job)
     with pytest.raises(ContextLengthExceeded, match="too long"):
@@ -393,8 +441,11 @@ async def test_a_result_that_is_an_error_raises_its_class(client: Client, worker
 
 async def test_a_cancelled_job_raises_cancelled_to_who_waits(client: Client, worker: Responder) -> None:
     job = await client.submit("chat", "m", BODY)
+    assert job.submission is not None
     error = {"code": "cancelled", "message": "cancelled by its owner"}
-    await worker.store_result("me", job.id, {"error": error, "job": job.id, "attempt": 1}, submission=1)
+    await worker.store_result(
+        "me", job.id, {"error": error, "job": job.id, "attempt": 1}, submission=job.submission
+    )
     with pytest.raises(Cancelled):
         await client.result(job)
 

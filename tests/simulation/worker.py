@@ -81,7 +81,7 @@ class Worker:
             max_payload=world.max_payload,
         )
         self.connection.sending = self._sending
-        self.engine = ScriptedEngine(script(number), now=lambda: world.time.now, identity=lambda: self.name)
+        self.engine = ScriptedEngine(script(number))
         self._alone = Alone(self.engine)
         self._answer = Answering(self.engine, self._run)
         settings = JobSettings(

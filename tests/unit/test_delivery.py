@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import json
 from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
@@ -622,11 +623,48 @@ async def test_a_stale_owners_finished_result_counts_but_its_readers_hear_no_mor
     assert bench.ends == []
 
 
-async def test_an_unreadable_subject_is_terminated() -> None:
+@pytest.mark.parametrize(
+    "subject",
+    [
+        "infer.jobs.m.urgent.acme.tokens",
+        "infer.jobs.m.batch.live.tokens",
+        "infer.jobs.m.batch.a=2e.tokens",
+        "infer.jobs.m.batch.tokens",
+    ],
+)
+async def test_a_job_whose_owner_cannot_be_told_becomes_a_dead_letter(subject: str) -> None:
+    bench = Bench(answer)
+    delivery = bench.job(found={"X-Odd name": "a\x0bb\x9b", "Café": "ü\udcff"})
+    delivery.message = msgspec.structs.replace(delivery.message, subject=subject)
+    assert await bench.handle(delivery) == ("term", "invalid_subject")
+    [letter] = bench.dead
+    assert letter.subject == "infer.dead.m.unknown"
+    assert (letter.data, letter.headers[headers.SUBJECT]) == (BODY, subject)
+    assert letter.headers[headers.REASON] == "invalid_subject"
+    assert letter.headers["X-Odd%20name"] == "a%0Bb%C2%9B"
+    assert letter.headers["Caf%C3%A9"] == "ü%ED%B3%BF"
+    assert bench.runs == 0
+
+
+async def test_a_job_of_an_unknown_kind_has_an_error_as_its_result() -> None:
     bench = Bench(answer)
     delivery = bench.job()
-    delivery.message = msgspec.structs.replace(delivery.message, subject="infer.jobs.m.urgent.acme.tokens")
-    assert await bench.handle(delivery) == ("term", "invalid_subject")
+    delivery.message = msgspec.structs.replace(delivery.message, subject="infer.jobs.m.batch.acme.embeddings")
+    assert await bench.handle(delivery) == ("ack", None)
+    [result] = bench.results
+    assert json.loads(result.data)["error"]["code"] == "invalid_subject"
+    assert bench.ends == ["error"]
+
+
+async def test_a_job_is_given_back_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(answer)
+
+    async def broken(*_: object) -> None:
+        raise KeyError("defect")
+
+    monkeypatch.setattr(bench.broker, "last", broken)
+    ended, _ = await bench.handle(bench.job())
+    assert ended == "nak"
 
 
 async def test_the_stream_sequence_is_the_id_of_a_job_without_one() -> None:

@@ -144,3 +144,45 @@ def test_end_marks_events_and_nonsense_are_passed_over() -> None:
     event = message({"job": "j", "attempt": 1, "retrying": {"code": "draining"}})
     stored = [message(tokens(1, 0, 5)), event, message(None), nonsense, message(json.loads("[]") or {})]
     assert len(resume_points(stored, submission=7, before=2)) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"attempt": None},
+        {"attempt": "1"},
+        {"attempt": 0},
+        {"seq": -1},
+        {"seq": None},
+        {"token_ids": [None]},
+        {"token_ids": "ab"},
+        {"choices": [None]},
+        {"choices": [{"delta": 1}]},
+        {"choices": [{"text": 1}]},
+        {"index": "0"},
+    ],
+)
+@pytest.mark.parametrize("msgpack", [False, True])
+def test_a_stored_chunk_that_no_worker_sends_is_passed_over(change: dict[str, Any], msgpack: bool) -> None:
+    stored = [message(tokens(1, 0, 5)), message(tokens(1, 1, 6) | change, msgpack=msgpack)]
+    found = resume_points(stored, submission=7, before=2)
+    assert [point.token_ids for point in found] == [[5]]
+
+
+def test_a_chunk_that_is_nested_without_end_is_passed_over() -> None:
+    deep = Stored(
+        subject="infer.stream.acme.j",
+        data=b'{"attempt":1,"seq":1,"logprobs":' + b"[" * 50_000,
+        headers={headers.SUBMISSION: "7"},
+        sequence=1,
+        time=NOW,
+    )
+    assert len(resume_points([message(tokens(1, 0, 5)), deep], submission=7, before=2)) == 1
+
+
+def test_a_chain_of_very_many_attempts_is_followed() -> None:
+    stored = [message(tokens(1, 0, 5))] + [
+        message(tokens(n, 0, 5), found={headers.CONTINUES: f"{n - 1}:1"}) for n in range(2, 3_000)
+    ]
+    [latest, *_] = resume_points(stored, submission=7, before=3_000)
+    assert latest.token_ids == [5] * 2_999

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import subprocess
 import sys
@@ -36,7 +37,7 @@ from tests.support.prometheus import Scrape, scrape
 SUBJECTS = Subjects()
 BODY = b'{"token_ids":[1,2]}'
 ENGINE = ScriptedEngine(role="both", model="m").info
-LABELS = {"role", "model", "kind", "class", "status", "code", "outcome", "le", "version", "engine"}
+LABELS = {"role", "model", "kind", "class", "status", "code", "outcome", "le", "version", "engine", "stream"}
 
 Answer = Callable[[Work], Awaitable[bytes]]
 
@@ -159,6 +160,37 @@ async def test_a_job_that_is_given_up_counts_as_retried_and_then_as_dead() -> No
     assert told("inferbus_jobs_total", outcome="dead", code="engine_failed") == 1
     assert told("inferbus_redeliveries_total", cls="batch") == 1
     assert told("inferbus_requests_total", cls="batch", status="error", code="engine_failed") == 2
+
+
+async def test_every_series_that_moves_was_there_at_0_so_that_rates_see_its_first_event() -> None:
+    bench = Bench(failing(EngineFailed("no")))
+    prefill = Metrics("prefill", ENGINE)
+    before = bench.told.series | told(prefill).series
+    assert not any(value for (name, _), value in before.items() if name.startswith("inferbus_"))
+    await bench.job(attempt=1)
+    await bench.job(attempt=2)
+    bench.runner.refuse(bench.envelope(), Overloaded("full"))
+    await bench.live(b"not JSON")
+    streaming = Bench(three_chunks)
+    await streaming.live()
+    await streaming.job()
+    prefill.handed_off(0.1, None, Transfer(seconds=0.1, bytes=1))
+    prefill.handed_off(0.1, "prefill_failed", None)
+    prefill.turned_away("overloaded")
+    after = bench.told.series | told(prefill).series | streaming.told.series
+    moved = {series for series, value in after.items() if series[0].startswith("inferbus_") and value}
+    assert len(moved) > 20
+    assert moved <= before.keys()
+
+
+def test_every_documented_query_has_series_from_the_start() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
+    selectors = re.findall(r"rate\((inferbus_\w+)(?:\{([^}]*)\})?\[", text)
+    assert len(selectors) >= 6
+    from_start = told(Metrics("both", ENGINE)).series | told(Metrics("prefill", ENGINE)).series
+    for name, labels in selectors:
+        wanted = set(re.findall(r'(\w+)="([^"]*)"', labels))
+        assert any(name == found and wanted <= given for found, given in from_start), (name, labels)
 
 
 def test_hand_offs_count_with_their_transfers() -> None:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from inferbus.schemas.answers import TokenAnswer, TokenChunk
-from inferbus.workers.client.messages import Answer, Chunk, of_the_contract
+from inferbus.workers.client.messages import Answer, Chunk, convert, of_the_contract
 
 _TEXTS: Final = frozenset({"content", "reasoning_content", "refusal", "text", "arguments"})
 """Strings that grow."""
@@ -119,7 +119,7 @@ def _split(chunk: Chunk) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 def _unsplit(chunk: Chunk, frame: dict[str, Any], choices: list[dict[str, Any]]) -> Chunk:
     if isinstance(chunk, dict):
         return {**frame, "choices": choices}
-    return msgspec.convert({**frame, **choices[0]}, TokenChunk)
+    return convert({**frame, **choices[0]}, TokenChunk)
 
 
 def _merge(into: dict[str, Any], node: dict[str, Any]) -> None:
@@ -254,7 +254,7 @@ def _whole_tokens(answer: AnswerSoFar) -> TokenAnswer:
         "usage": answer.usage or nothing,
         "warnings": answer.warnings,
     }
-    return msgspec.convert(fields, TokenAnswer)
+    return convert(fields, TokenAnswer)
 
 
 @of_the_contract()

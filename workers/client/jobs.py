@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Mapping
 
 import msgspec
@@ -55,6 +56,25 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return submission is not None and (self.submission is None or submission >= self.submission)
 
 
+def message_id(job: str, subject: str, content_type: str, data: bytes) -> str:
+    """The message id under which the server recognises a repeated submission.
+
+    The server compares it with those of all owners. So it is derived from what another owner cannot know: one
+    who guesses a job's id and submits under it must not make the job a duplicate, which would never run.
+
+    Args:
+        job: The job's id.
+        subject: Of the job; it names the owner.
+        content_type: Of the body.
+        data: The body.
+    """
+    parts = (job.encode(), subject.encode(), content_type.encode(), data)
+    digest = hashlib.blake2b(digest_size=20)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()
+
+
 async def publish_job(bus: Bus, subject: str, data: bytes, message_headers: Mapping[str, str]) -> PubAck:
     """Stores a job.
 
@@ -81,7 +101,7 @@ async def publish_job(bus: Bus, subject: str, data: bytes, message_headers: Mapp
 async def _untaken(bus: Bus, model: str) -> InferbusError:
     """Why no stream takes a model's jobs, as far as the user may know."""
     try:
-        entries = await JetStream(bus).read(layout.WORKERS, entry_subject())
+        entries = await JetStream(bus).read(layout.WORKERS, entry_subject(bus.subjects))
     except ApiError:
         return BusUnavailable("no stream takes jobs: has a worker been started?")
     except BusUnavailable:
@@ -152,7 +172,15 @@ async def publish_cancel(bus: Bus, job: Job) -> None:
     """Asks for a job to be stopped wherever it is, also while it is queued.
 
     Raises:
+        Overloaded: There is no room for it; the job goes on.
         BusUnavailable: The server did not take it.
     """
     only = {} if job.submission is None else {headers.SUBMISSION: str(job.submission)}
-    await JetStream(bus).store(bus.subjects.cancel(job.owner, job.id), b"", only)
+    try:
+        await JetStream(bus).store(bus.subjects.cancel(job.owner, job.id), b"", only)
+    except SubjectFull:
+        raise Overloaded("the cancel was refused, the job goes on: too many cancels of this id") from None
+    except StreamFull as error:
+        raise Overloaded(
+            f"the cancel was refused, the job goes on: there is no room for it: {error.description}"
+        ) from None

@@ -194,7 +194,7 @@ def parse_message(
         )
     if "choices" in fields:
         # Token answers have no `object`, which OpenAI's always have.
-        answer = _checked(fields) if "object" in fields else _convert(fields, TokenAnswer)
+        answer = _checked(fields) if "object" in fields else convert(fields, TokenAnswer)
         return WholeMessage(attempt=attempt, answer=answer)
     return None
 
@@ -291,7 +291,7 @@ def _fields(data: bytes) -> dict[str, Any]:
 
 def _chunk(fields: dict[str, Any]) -> Chunk:
     if "choices" not in fields:
-        return _convert(fields, TokenChunk)
+        return convert(fields, TokenChunk)
     # Beside text, these are for the worker that goes on after a crash.
     fields.pop("token_ids", None)
     return _checked(fields)
@@ -299,21 +299,26 @@ def _chunk(fields: dict[str, Any]) -> Chunk:
 
 def _checked(fields: dict[str, Any]) -> dict[str, Any]:
     """An object of the shape that readers rely on; its further fields are the caller's concern."""
-    _convert(fields, _Shape)
+    convert(fields, _Shape)
     return fields
 
 
-def _convert(fields: dict[str, Any], kind: type[T]) -> T:
+def convert(fields: Any, kind: type[T]) -> T:
+    """A part of an answer as a struct.
+
+    Raises:
+        InternalError: It is not of the contract.
+    """
     try:
-        return msgspec.convert(fields, kind)
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise InternalError(f"an answer is not of the contract: {error}") from None
+        return codec.convert(fields, kind)
+    except CallerError as error:
+        raise InternalError(f"an answer is not of the contract: {error.message}") from None
 
 
 def _error(fields: dict[str, Any]) -> InferbusError:
     try:
-        error = from_body(msgspec.convert(fields, ErrorBody))
-    except (msgspec.ValidationError, RecursionError):
+        error = from_body(codec.convert(fields, ErrorBody))
+    except CallerError:
         return InternalError("an answer is an error that is not of the contract")
     if isinstance(error, Overloaded):
         # Only live requests end with it: a durable job waits in its queue.

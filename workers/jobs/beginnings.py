@@ -8,9 +8,6 @@ counted: nearly every job has no second one, and would pay for it with a stored 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import msgspec
 
 from inferbus.schemas import headers
@@ -18,8 +15,8 @@ from inferbus.workers.bus.interface import Broker
 from inferbus.workers.bus.jetstream.layout import RESULTS
 from inferbus.workers.jobs.attempt import Attempt
 from inferbus.workers.jobs.fields import number
-from inferbus.workers.jobs.retry import outlast_outage
 from inferbus.workers.jobs.settings import JobSettings
+from inferbus.workers.jobs.storage import Storage
 
 
 class Begun(msgspec.Struct, frozen=True):
@@ -40,15 +37,13 @@ class Beginnings:
     Args:
         broker: Keeps the counts.
         settings: Of the worker.
-        clock: Monotonic seconds.
+        storage: Outlasts outages.
     """
 
-    def __init__(
-        self, broker: Broker, settings: JobSettings, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, broker: Broker, settings: JobSettings, storage: Storage) -> None:
         self._broker = broker
         self._subjects = settings.subjects
-        self._clock = clock
+        self._storage = storage
 
     async def of(self, attempt: Attempt) -> Begun:
         """What was counted for a submission.
@@ -71,9 +66,7 @@ class Beginnings:
             BusUnavailable: NATS was away for too long; the count may be stored.
         """
         subject, fields = self._subject(attempt), _headers(attempt, before + 1)
-        await outlast_outage(
-            lambda: self._broker.store(subject, b"", fields), subject=subject, clock=self._clock
-        )
+        await self._storage.store(lambda: self._broker.store(subject, b"", fields), subject=subject)
 
     async def uncount(self, attempt: Attempt, before: int) -> None:
         """Sets the count back to `before`: the attempt ended in order.

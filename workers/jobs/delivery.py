@@ -36,13 +36,14 @@ from inferbus.schemas.errors import (
     Draining,
     Ended,
     InferbusError,
+    InternalError,
     LeaseLost,
     PayloadTooLarge,
 )
 from inferbus.workers.admission import Permit
 from inferbus.workers.bus.interface import Broker, Delivery, Stored
 from inferbus.workers.jobs import cancel
-from inferbus.workers.jobs.attempt import Attempt, Envelope, durable, facts
+from inferbus.workers.jobs.attempt import Attempt, Envelope, durable, facts, unaddressed
 from inferbus.workers.jobs.beginnings import Beginnings, Begun
 from inferbus.workers.jobs.cancel import Cancels
 from inferbus.workers.jobs.dead_letters import DeadLetters
@@ -57,6 +58,7 @@ from inferbus.workers.jobs.results import FinalResult, ResultStore
 from inferbus.workers.jobs.runner import AttemptRunner
 from inferbus.workers.jobs.scope import Scope
 from inferbus.workers.jobs.settings import JobSettings
+from inferbus.workers.jobs.storage import Storage
 
 log = structlog.get_logger()
 
@@ -87,6 +89,7 @@ class Deliveries:
         clock: Monotonic seconds.
 
     Attributes:
+        storage: Outlasts outages; its `full` says why no more jobs are to be taken.
         results: Stored ones.
         dead_letters: Stores them.
         beginnings: Counts attempts.
@@ -109,9 +112,10 @@ class Deliveries:
         self.cancels = cancels
         self.settings = settings
         self.observer = observer or Observer()
-        self.results = ResultStore(broker, settings, clock)
-        self.dead_letters = DeadLetters(broker, settings, clock)
-        self.beginnings = Beginnings(broker, settings, clock)
+        self.storage = Storage(clock)
+        self.results = ResultStore(broker, settings, self.storage)
+        self.dead_letters = DeadLetters(broker, settings, self.storage)
+        self.beginnings = Beginnings(broker, settings, self.storage)
         self.quarantine = Quarantine()
         self.history = History(broker, settings.subjects)
 
@@ -136,14 +140,41 @@ class Deliveries:
                 message, number=delivery.attempt, subjects=settings.subjects, replies=settings.replies
             )
         except CallerError as error:
-            log.error("job.unreadable", subject=message.subject, sequence=message.sequence, code=error.code)
-            await delivery.term(error.code)
+            await self.bury_unaddressed(delivery, error)
             return
         job = HeldJob(self, delivery, envelope, permit)
         try:
-            await job.handle()
+            try:
+                await job.handle()
+            except (BusUnavailable, asyncio.CancelledError):
+                raise
+            except Exception:  # a supervision point: whatever fails, the job must not stay here
+                log.exception("job.defect", **facts(job.attempt))
+                await job.broke()
         except BusUnavailable as error:
             job.settled("left", error, reason=error.message)
+        except Exception:  # another one: the same defect may keep it from being tried again, or buried
+            log.exception("job.defect", **facts(job.attempt))
+            await delivery.nak(settings.policy.longest)
+
+    async def bury_unaddressed(self, delivery: Delivery, error: InferbusError) -> None:
+        """A job whose owner or id cannot be read: it has no result, and nothing is lost.
+
+        Args:
+            delivery: The job.
+            error: Why it cannot be read.
+        """
+        settings = self.settings
+        attempt = unaddressed(delivery.message, number=delivery.attempt, subjects=settings.subjects)
+        settlement: Settlement = "dead"
+        try:
+            await self.dead_letters.store(attempt, delivery.message, error)
+            await delivery.term(error.code)
+        except BusUnavailable as problem:
+            settlement, error = "left", problem
+        level, event = EVENTS[settlement]
+        log.log(level, event, code=error.code, reason=error.message, **facts(attempt))
+        self.observer.settled(attempt, settlement, error)
 
 
 class HeldJob:
@@ -195,6 +226,18 @@ class HeldJob:
             await self._try(result)
         else:
             await self._try_last(result)
+
+    async def broke(self) -> None:
+        """After a defect outside of the attempt: tries the job again, or gives it up, as after any failure.
+
+        Raises:
+            BusUnavailable: NATS is away, or was for too long.
+        """
+        if not self._counted:
+            self._begun = (await self._parts.beginnings.of(self.attempt)).attempts
+        error = InternalError("inferbus failed; the worker's log says how")
+        result = await self._parts.results.of(self.attempt)
+        await self._settle(result, self._parts.runner.failed(self.attempt, error))
 
     async def _settle(self, result: FinalResult, outcome: AttemptOutcome) -> None:
         """The table, after an attempt."""
@@ -292,7 +335,7 @@ class HeldJob:
     async def _ends_before_the_engine(self) -> bool:
         """Whether an attempt would be refused, late or cancelled."""
         try:
-            attempt, _ = self._envelope.open()
+            attempt, _ = await self._envelope.open()
         except CallerError:
             return True
         return self._parts.runner.expired(attempt) or await self._parts.cancels.aimed_at(self._scope())
@@ -317,7 +360,7 @@ class HeldJob:
             return
         attempt = self.attempt
         with contextlib.suppress(CallerError):
-            attempt, _ = self._envelope.open()  # Its headers may name another reply subject.
+            attempt, _ = await self._envelope.open()  # Its headers may name another reply subject.
         found = result.headers
         attempt = msgspec.structs.replace(attempt, number=number(found[headers.ATTEMPT]))
         served = Served(worker=found[headers.WORKER], prefill=found.get(headers.PREFILL_WORKER))

@@ -8,20 +8,21 @@ on its first chunk (`Infer-Continues`), so the history of a job is a chain.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
-from inferbus.schemas import headers
+from inferbus.schemas import codec, headers
 from inferbus.schemas.answers import Retrying
+from inferbus.schemas.errors import CallerError
 from inferbus.schemas.headers import Continuation
+from inferbus.schemas.sampling import TokenId
 from inferbus.schemas.subjects import Subjects
 from inferbus.workers.bus.interface import Broker, Stored
 from inferbus.workers.bus.jetstream.layout import STREAM
 from inferbus.workers.jobs.attempt import Attempt
 from inferbus.workers.jobs.fields import number
-
-T = TypeVar("T")
 
 
 class StoredChunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +41,28 @@ class StoredChunk(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     text: str | None
     finished: bool
+
+
+class _Choice(msgspec.Struct, kw_only=True):
+    """As much of a chunk's choice as is looked at."""
+
+    index: int = 0
+    finish_reason: str | None = None
+    logprobs: Any = None
+    text: str | msgspec.UnsetType | None = msgspec.UNSET
+    delta: dict[str, Any] | None = None
+
+
+class _Chunk(msgspec.Struct, kw_only=True):
+    """As much of a chunk of any kind as is looked at."""
+
+    attempt: Annotated[int, Meta(ge=1)]
+    seq: Annotated[int, Meta(ge=0)]
+    token_ids: list[TokenId] | None = None
+    choices: list[_Choice] | None = None
+    index: int = 0
+    finish_reason: str | None = None
+    logprobs: Any = None
 
 
 class LatestAttempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,7 +160,7 @@ def resume_points(stored: Iterable[Stored], *, submission: int, before: int) -> 
             continued[chunk.attempt] = continuation
     if not attempts:
         return []
-    chain = _chain(max(attempts), None, attempts, continued)
+    chain = _chain(max(attempts), attempts, continued)
     if chain is None or any(chunk.finished or chunk.text is None for chunk in chain):
         return []
     points: list[ResumePoint] = []
@@ -152,74 +175,53 @@ def resume_points(stored: Iterable[Stored], *, submission: int, before: int) -> 
 
 
 def _chain(
-    attempt: int,
-    count: int | None,
-    attempts: dict[int, list[StoredChunk]],
-    continued: dict[int, Continuation],
+    attempt: int, attempts: dict[int, list[StoredChunk]], continued: dict[int, Continuation]
 ) -> list[StoredChunk] | None:
-    """An attempt's chunks, from its first to its `count`-th or first gap, after those that it continued."""
-    own: list[StoredChunk] = []
-    for chunk in sorted(attempts.get(attempt, ()), key=lambda chunk: chunk.seq):
-        if chunk.seq == len(own):
-            own.append(chunk)
-    if count is not None:
-        if len(own) < count:
+    """An attempt's chunks, from its first to its first gap, after those that it continued.
+
+    None where one of them is lost.
+    """
+    parts: list[list[StoredChunk]] = []
+    count: int | None = None
+    while True:
+        own: list[StoredChunk] = []
+        for chunk in sorted(attempts.get(attempt, ()), key=lambda chunk: chunk.seq):
+            if chunk.seq == len(own):
+                own.append(chunk)
+        if count is not None and len(own) < count:
             return None
-        own = own[:count]
-    older = continued.get(attempt)
-    if older is None:
-        return own
-    before = _chain(older.attempt, older.chunks, attempts, continued) if older.attempt < attempt else None
-    return None if before is None else before + own
-
-
-class _Choice(msgspec.Struct):
-    index: int = 0
-    finish_reason: str | None = None
-    logprobs: Any = None
-    text: str | msgspec.UnsetType | None = msgspec.UNSET
-    delta: dict[str, Any] | None = None
-
-
-class _Chunk(msgspec.Struct):
-    """A chunk of any kind of request, as far as it matters here."""
-
-    attempt: int
-    seq: int
-    index: int = 0
-    token_ids: list[int] | None = None
-    finish_reason: str | None = None
-    logprobs: Any = None
-    choices: list[_Choice] | None = None
+        parts.append(own[:count])
+        older = continued.get(attempt)
+        if older is None:
+            return [chunk for part in reversed(parts) for chunk in part]
+        if older.attempt >= attempt:
+            return None
+        attempt, count = older.attempt, older.chunks
 
 
 def _read(message: Stored) -> StoredChunk | None:
-    """A chunk; None for an end mark, an error, or anything else that may be on its subject."""
-    chunk = _decoded(message, _Chunk)
-    if chunk is None or message.forwarded:
+    """A chunk; None for an end mark, an error, or anything else."""
+    if not message.data or message.forwarded:
         return None
-    text, finished = _text(chunk)
+    try:
+        body = codec.decode_any(message.data, _Chunk)
+    except CallerError:
+        return None
+    text, finished = _text(body)
     return StoredChunk(
-        attempt=chunk.attempt,
-        seq=chunk.seq,
-        token_ids=chunk.token_ids or [],
-        text=text,
-        finished=finished,
+        attempt=body.attempt, seq=body.seq, token_ids=body.token_ids or [], text=text, finished=finished
     )
 
 
 def _ended_in_order(message: Stored) -> bool:
     """Whether a message announces that its attempt is over, and another will follow."""
-    return b"retrying" in message.data and _decoded(message, Retrying) is not None
-
-
-def _decoded(message: Stored, kind: type[T]) -> T | None:
-    """The body of a message, if it is of that kind."""
-    decode = msgspec.json.decode if message.data[:1] == b"{" else msgspec.msgpack.decode
+    if b"retrying" not in message.data:
+        return False
     try:
-        return decode(message.data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
+        codec.decode_any(message.data, Retrying)
+    except CallerError:
+        return False
+    return True
 
 
 def _text(chunk: _Chunk) -> tuple[str | None, bool]:
@@ -237,8 +239,6 @@ def _text(chunk: _Chunk) -> tuple[str | None, bool]:
         return choice.text or "", finished
     delta = choice.delta or {}
     content = delta.get("content") or ""
-    if not isinstance(content, str) or any(
-        delta.get(name) for name in delta if name not in ("role", "content")
-    ):
+    if not isinstance(content, str) or any(delta[name] for name in delta if name not in ("role", "content")):
         return None, finished
     return content, finished

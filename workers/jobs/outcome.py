@@ -38,11 +38,7 @@ class AttemptOutcome(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def status(self) -> headers.Status:
         """For the end mark."""
-        if self.error is None:
-            return "ok"
-        if isinstance(self.error, Cancelled):
-            return "cancelled"
-        return "expired" if isinstance(self.error, DeadlineExceeded) else "error"
+        return status_of(type(self.error) if self.error is not None else None)
 
     @property
     def code(self) -> str | None:
@@ -54,3 +50,12 @@ class AttemptOutcome(msgspec.Struct, frozen=True, kw_only=True):
         if self.error is not None or not self.streamed:
             self.reply.whole(self.body)
         self.reply.end(self.status)
+
+
+def status_of(error: type[InferbusError] | None) -> headers.Status:
+    """The status of an answer that ended with such an error; None: with none."""
+    if error is None:
+        return "ok"
+    if issubclass(error, Cancelled):
+        return "cancelled"
+    return "expired" if issubclass(error, DeadlineExceeded) else "error"

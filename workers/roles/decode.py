@@ -20,6 +20,7 @@ from inferbus.workers.bus.fleet.services import Endpoint
 from inferbus.workers.jobs.cancel import Cancels
 from inferbus.workers.jobs.runner import AttemptRunner
 from inferbus.workers.jobs.settings import JobSettings
+from inferbus.workers.jobs.storage import Storage
 from inferbus.workers.roles.intake import JobIntake, LiveIntake, Tasks
 from inferbus.workers.roles.prefill_gate import PrefillGate
 from inferbus.workers.roles.program import finished_within
@@ -74,6 +75,11 @@ class DecodeProgram:
         self._watching_gate: asyncio.Task[None] | None = None
         self._forget_connection: Callable[[], None] = lambda: None
 
+    @property
+    def storage(self) -> Storage:
+        """Where finished answers may have to wait."""
+        return self._jobs.storage
+
     async def start(self) -> None:
         """Begins to take requests."""
         await self._bus.subscribe(self._settings.subjects.all("cancel"), self._cancel_arrived)
@@ -94,6 +100,7 @@ class DecodeProgram:
         await self._jobs.drain()
         await asyncio.gather(*self._intakes)
         if not await finished_within(self._tasks.settled(), grace=grace, hurry=hurry):
+            self.storage.abandon()
             left = self._runner.scopes.end_all(Draining("this worker is shutting down"))
             log.warning("drain.handing_back", running=left)
             await self._tasks.settled()

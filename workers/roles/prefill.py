@@ -7,12 +7,12 @@ import time
 from collections.abc import Sequence
 from contextlib import aclosing
 
-import msgspec
 import structlog
 from structlog.contextvars import bind_contextvars
 
 from inferbus.schemas import codec, handoff
 from inferbus.schemas.errors import (
+    CallerError,
     Draining,
     InferbusError,
     InternalError,
@@ -89,9 +89,10 @@ class PrefillProgram:
 
     def _received(self, message: Message) -> None:
         try:
-            received = msgspec.msgpack.decode(message.data, type=handoff.ToPrefill)
-        except msgspec.DecodeError:
-            log.warning("handoff.unreadable")
+            # A union is a type to msgspec, and none to mypy.
+            received: handoff.ToPrefill = codec.decode(message.data, handoff.ToPrefill, codec.MSGPACK)  # type: ignore[arg-type]
+        except CallerError as error:
+            log.warning("handoff.unreadable", reason=error.message)
             return
         match received:
             case handoff.Abort(rid=rid):
@@ -126,10 +127,10 @@ class PrefillProgram:
         task.add_done_callback(lambda _: self._ended(request.rid, admitted))
 
     def _ended(self, rid: str, permit: Permit) -> None:
-        self._engine.abort(rid)
+        permit.close()
         self._aborted.discard(rid)
         self._running.pop(rid, None)
-        permit.close()
+        self._engine.abort(rid)
 
     def _admit(self, request: handoff.Prefill) -> Permit | InferbusError:
         """A permit for this hand-off, or why it is not taken."""
@@ -139,7 +140,8 @@ class PrefillProgram:
             return NotSupported("the decode worker's engine does not fit this one")
         if request.rid in self._running:
             return PrefillFailed("this request id is running here already")
-        permit = self._admission.take(class_of(request.options.get("priority")))
+        priority = request.options.get("priority")
+        permit = self._admission.take(class_of(priority if isinstance(priority, int) else None))
         return permit or Overloaded("all slots are busy")
 
     async def _turn(self, request: handoff.Prefill, reply: str, permit: Permit) -> None:

@@ -12,6 +12,7 @@ from inferbus.workers.bus.connection.message import Callback
 from inferbus.workers.bus.connection.subscription import Subscription
 from inferbus.workers.bus.fleet.registry import Registry
 from inferbus.workers.bus.jetstream.client import JetStream
+from inferbus.workers.bus.jetstream.shares import ResultShares
 from inferbus.workers.bus.queue.consumers import job_queue
 from inferbus.workers.bus.queue.job_queue import JobQueue
 from inferbus.workers.config import Settings
@@ -28,6 +29,7 @@ from inferbus.workers.pairing.legs import Alone, Paired, RunLeg
 from inferbus.workers.pairing.picker import Picker
 from inferbus.workers.roles import endpoints
 from inferbus.workers.roles.answering import Answering
+from inferbus.workers.roles.bounded_results import BoundedResults
 from inferbus.workers.roles.budget import paired_window
 from inferbus.workers.roles.decode import DecodeProgram
 from inferbus.workers.roles.handoff_transport import BusHandoffTransport
@@ -80,7 +82,10 @@ async def program(
     if role == "prefill":
         return prefill(bus, engine, admission, job_settings(settings, bus.subjects), observer)
     queue = await job_queue(bus, engine.info.model, settings.worker)
-    return decode(bus, engine, registry if role == "decode" else None, queue, admission, settings, observer)
+    prefills = registry if role == "decode" else None
+    program = decode(bus, engine, prefills, queue, admission, settings, observer)
+    program.storage.on_change(lambda: registry.note(program.storage.full))
+    return program
 
 
 def prefill(
@@ -122,14 +127,15 @@ def decode(
     """
     ours, worker = job_settings(settings, bus.subjects), settings.worker
     served = endpoints.of_decode(bus.subjects, engine.info.model, worker)
-    observers = Observers(observer, endpoints.EndpointFigures(served))
+    tasks = Tasks()
+    bounded = BoundedResults(ResultShares(bus, settings.streams.owner_results), tasks)
+    observers = Observers(observer, endpoints.EndpointFigures(served), bounded)
     run, gate = _legs(bus, engine, registry, queue, admission, settings)
     broker = JetStream(bus)
     listeners = Listeners(lambda gone: bus.probe_inbox(gone).subject, every=worker.client_gone_every)
     runner = AttemptRunner(broker, Answering(engine, run), ours, listeners=listeners, observer=observers)
     cancels = Cancels(broker, runner.scopes, bus.subjects)
     deliveries = Deliveries(broker, runner, cancels, ours, observer=observers)
-    tasks = Tasks()
 
     async def join(callback: Callback) -> Subscription:
         return await bus.subscribe(served[0].subject, callback, queue=served[0].queue)

@@ -35,7 +35,7 @@ from inferbus.workers.bus.errors import (
 )
 from inferbus.workers.bus.interface import PubAck, Stored
 from inferbus.workers.bus.jetstream.entrance import Entrance, entrance
-from inferbus.workers.bus.jetstream.layout import guarded_stream
+from inferbus.workers.bus.jetstream.layout import guarded_stream, in_account
 
 API: Final = "$JS.API"
 TRIES: Final = 3
@@ -121,12 +121,13 @@ class JetStream:
         await self._bus.flush()
 
     async def call(self, path: str, body: Any = None, *, timeout: float = TIMEOUT) -> dict[str, Any]:
-        """One call of JetStream's API, `STREAM.INFO.X` for example.
+        """One call of JetStream's API, `STREAM.INFO.X` for example, with the contract's names of streams.
 
         Raises:
             ApiError: JetStream refused; carries its error code.
             BusUnavailable: It does not answer, or this user may not call it.
         """
+        path = ".".join(in_account(each, self._bus.subjects) for each in path.split("."))
         data = b"" if body is None else msgspec.json.encode(body)
         try:
             message = await self._bus.request(f"{API}.{path}", data, timeout=timeout)
@@ -243,7 +244,7 @@ class JetStream:
     async def last(self, stream: str, subject: str) -> Stored | None:
         """See `Broker`."""
         try:
-            message = await self._bus.request(f"{API}.DIRECT.GET.{stream}.{subject}")
+            message = await self._bus.request(f"{self._direct_get(stream)}.{subject}")
         except NoResponders:
             # A stream without direct access, or none at all; this call tells which.
             return await self.get(stream, {"last_by_subj": subject})
@@ -281,7 +282,7 @@ class JetStream:
         query: dict[str, Any] = {"seq": first, "next_by_subj": subject}
         limits = {"batch": min(batch or PAGE, PAGE), "max_bytes": PAGE_BYTES}
         try:
-            return await self._batch(f"{API}.DIRECT.GET.{stream}", query | limits)
+            return await self._batch(self._direct_get(stream), query | limits)
         except NoResponders:
             message = await self.get(stream, query)
             return ([], 0) if message is None else ([message], 1)
@@ -311,6 +312,9 @@ class JetStream:
             sequence=message["seq"],
             time=parse_time(message["time"]),
         )
+
+    def _direct_get(self, stream: str) -> str:
+        return f"{API}.DIRECT.GET.{in_account(stream, self._bus.subjects)}"
 
     async def _batch(self, subject: str, body: dict[str, Any]) -> tuple[list[Stored], int]:
         """One batch of direct gets (ADR-31), and how many messages there are beyond it."""
@@ -367,7 +371,7 @@ def _refused(error: _Error, what: str) -> ApiError:
     # One code (JSStreamStoreFailedF) stands for every limit of a stream; the server tells them apart in its
     # description alone.
     if error.err_code == STORE_FAILED and "per subject" in error.description:
-        reason = "too many open jobs of this owner (--streams-owner-jobs)"
+        reason = "too many messages on this subject (of jobs: see --streams-owner-jobs)"
         return SubjectFull(f"{what}: {reason}: {error.description}", **codes)
     if error.err_code in FULL:
         reason = "the stream is full" if error.err_code == STORE_FAILED else "there is no room"
