@@ -15,6 +15,10 @@ from inferbus.schemas.errors import InvalidRequest
 Status = Literal["ok", "error", "cancelled", "expired"]
 """How a reply subject ended."""
 
+Readable = Literal["chunks", "submissions"]
+"""What a caller may read of its own jobs through a worker: a job's stored chunks, or which of its submissions
+are queued."""
+
 REPLY_TO: Final = "Infer-Reply-To"
 """Where a durable job's chunks go; default `infer.stream.<owner>.<job>`."""
 
@@ -57,6 +61,18 @@ CONTINUES: Final = "Infer-Continues"
 
 BEGUN: Final = "Infer-Begun"
 """Beside a job's result: how many attempts at it began, and were not given up in order."""
+
+READ: Final = "Infer-Read"
+"""On a request to `infer.read.<owner>.<job>`: see `Readable`."""
+
+FROM: Final = "Infer-From"
+"""On that request: the stream sequence to begin at."""
+
+NEXT: Final = "Infer-Next"
+"""On the message that ends a page of stored messages: the stream sequence at which the next one begins."""
+
+PENDING: Final = "Infer-Pending"
+"""On that message: how many stored messages there are beyond the page."""
 
 REASON: Final = "Infer-Reason"
 """On dead letters: the error's code."""

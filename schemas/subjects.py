@@ -123,6 +123,10 @@ class Subjects(msgspec.Struct, frozen=True):
         """A durable job."""
         return f"{self.prefix}.jobs.{escape(model)}.{_class(job_class)}.{_owner(owner)}.{_kind(kind)}"
 
+    def jobs_of_owner(self, owner: str) -> str:
+        """Filter: all durable jobs of one owner."""
+        return f"{self.prefix}.jobs.*.*.{_owner(owner)}.*"
+
     def jobs_of(self, model: str, job_class: JobClass) -> str:
         """Filter: all durable jobs of one model and class."""
         return f"{self.prefix}.jobs.{escape(model)}.{_class(job_class)}.*.*"
@@ -149,6 +153,10 @@ class Subjects(msgspec.Struct, frozen=True):
         """The question whether anybody works on a job; whoever does answers, and nobody else."""
         return f"{self.prefix}.alive.{escape(owner)}.{escape(job)}"
 
+    def read(self, owner: str, job: str) -> str:
+        """A request for what is stored of a job; a worker answers it."""
+        return f"{self.prefix}.read.{escape(owner)}.{escape(job)}"
+
     def stream(self, owner: str, job: str) -> str:
         """The chunks of a durable job."""
         return f"{self.prefix}.stream.{escape(owner)}.{escape(job)}"
@@ -174,7 +182,10 @@ class Subjects(msgspec.Struct, frozen=True):
         return f"{self.prefix}.dead.{escape(model)}.{UNKNOWN if kind == UNKNOWN else _kind(kind)}"
 
     def all(
-        self, family: Literal["jobs", "stream", "results", "attempts", "cancel", "alive", "dead", "objects"]
+        self,
+        family: Literal[
+            "jobs", "stream", "results", "attempts", "cancel", "alive", "read", "dead", "objects"
+        ],
     ) -> str:
         """Filter: everything of one family."""
         return f"{self.prefix}.{family}.>"
@@ -215,7 +226,9 @@ class Subjects(msgspec.Struct, frozen=True):
         except InvalidSubject:
             return UNKNOWN
 
-    def parse_key(self, subject: str, family: Literal["stream", "results", "cancel", "alive"]) -> JobKey:
+    def parse_key(
+        self, subject: str, family: Literal["stream", "results", "cancel", "alive", "read"]
+    ) -> JobKey:
         """The owner and job in a subject of one of these families.
 
         Raises:

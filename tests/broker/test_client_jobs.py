@@ -233,7 +233,7 @@ async def test_a_stream_shows_chunks_as_they_come(client: Client, worker: Respon
 async def test_a_stream_can_be_read_from_its_beginning_after_the_end(
     client: Client, worker: Responder
 ) -> None:
-    job = await client.submit("chat", "m", BODY)
+    job = await client.submit("chat", "m", BODY, job_id="j")
     await finish(worker, job, "The ", "end")
     for target in (job, job.id):
         stream = client.stream(target)
@@ -258,7 +258,7 @@ async def test_a_chunk_lost_on_the_way_is_read_from_the_stored_stream(
 async def test_a_lost_tail_is_noticed_after_a_silence(
     client: Client, worker: Responder, monkeypatch: pytest.MonkeyPatch, server: NatsServer
 ) -> None:
-    job = await client.submit("chat", "m", BODY)
+    job = await client.submit("chat", "m", BODY, job_id="j")
     lossy(client, monkeypatch, lambda message: message.subject.startswith("infer.stream"))
     stream = client.stream(job)
     reading = asyncio.create_task(stream.answer())
@@ -325,6 +325,39 @@ async def test_a_reader_that_is_cancelled_while_it_subscribes_leaves_no_subscrip
     await subscribed(server, f"infer.results.me.{job.id}", 0)
 
 
+async def test_what_the_server_sends_on_somebodys_behalf_ends_no_reader(
+    client: Client, worker: Responder, server: NatsServer
+) -> None:
+    """Acknowledgements, stored messages, errors and status lines, all sent to the job's subject."""
+    job = await client.submit("chat", "m", BODY, job_id="j")
+    earlier = await client.submit("chat", "m", BODY, job_id="other")
+    await finish(worker, earlier, "another answer")
+    stream, got = client.stream(job), list[str]()
+    reading = asyncio.create_task(read_into(got, stream))
+    await subscribed(server, "infer.stream.me.j")
+    chunks, own = chunks_of("mine"), "infer.stream.me.j"
+    await worker.send(own, *chunks[:2], headers=of(job))
+    await eventually(lambda: "".join(got) == "mine")
+    spoofed = {"Infer-Status": "ok", "Infer-Chunks": "2", "Infer-Attempt": "1"}
+    await worker.nc.publish("infer.jobs.m.batch.you.chat", b"{}", reply=own)
+    await worker.nc.publish("infer.cancel.you.x", b"", reply=own, headers=spoofed | of(job))
+    for subject in ("infer.results.me.other", "infer.stream.me.other"):
+        stream_name = layout.RESULTS if "results" in subject else layout.STREAM
+        await worker.nc.publish(f"$JS.API.DIRECT.GET.{stream_name}.{subject}", b"", reply=own)
+    await worker.nc.publish(f"$JS.API.DIRECT.GET.{layout.CANCEL}.infer.cancel.you.x", b"", reply=own)
+    await worker.nc.publish("$JS.API.STREAM.INFO.nothing", b"", reply=own)
+    await worker.nc.publish("nobody.there", b"", reply=own)
+    await worker.nc.publish(own, b"", headers=spoofed)
+    await worker.nc.publish(own, b'{"error": {"code": "x", "message": "y", "retryable": false}}')
+    await eventually(lambda: stream.ignored >= 9)
+    assert not reading.done()
+    await worker.send(own, *chunks[2:], headers=of(job))
+    await worker.end(own, len(chunks), Submission=str(job.submission))
+    await reading
+    assert "".join(got) == "mine"
+    assert "".join([text(event) for event in [e async for e in client.stream(job, timeout=5)]]) == "mine"
+
+
 async def test_leaving_a_stream_early_leaves_the_job_alone(
     client: Client, worker: Responder, server: NatsServer
 ) -> None:
@@ -387,7 +420,7 @@ async def test_cancelling_a_stream_cancels_its_job(client: Client, worker: Respo
 
 
 async def test_a_result_is_waited_for(client: Client, worker: Responder) -> None:
-    job = await client.submit("chat", "m", BODY)
+    job = await client.submit("chat", "m", BODY, job_id="j")
     waiting = asyncio.create_task(client.result(job))
     assert job.submission is not None
     await worker.store_result("me", job.id, "Paris", submission=job.submission)

@@ -12,25 +12,24 @@ import msgspec
 from inferbus.schemas import headers
 from inferbus.schemas.errors import BusUnavailable, CallerError, InferbusError, ModelNotFound, Overloaded
 from inferbus.schemas.objects import object_header
-from inferbus.schemas.subjects import escape
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.errors import (
     NOT_FOUND,
     ApiError,
     NoResponders,
-    NotPermitted,
     StreamFull,
     SubjectFull,
 )
 from inferbus.workers.bus.fleet.registry import entry_subject, parse_entry
 from inferbus.workers.bus.interface import PubAck
-from inferbus.workers.bus.jetstream import browse, layout
+from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.bus.jetstream.objects import Objects
 from inferbus.workers.client.errors import JobNotFound
 from inferbus.workers.client.messages import submission_of
 from inferbus.workers.client.models import serving
-from inferbus.workers.client.records import job_id
+from inferbus.workers.client.reads import Unreadable, submissions
+from inferbus.workers.client.records import job_address
 
 HEADROOM: Final = 4096
 """Bytes left to a job's headers: a body that leaves less is stored apart."""
@@ -55,9 +54,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     duplicate: bool = False
 
     def matches(self, message_headers: Mapping[str, str]) -> bool:
-        """Whether a message belongs to this submission, not to an earlier one of the same id."""
+        """Whether a message belongs to this submission or a later one, not to an earlier one of the same id.
+
+        A submission whose successor has a result gets none of its own.
+        """
         submission = submission_of(message_headers)
-        return self.submission is None or submission is None or submission >= self.submission
+        return submission is not None and (self.submission is None or submission >= self.submission)
 
 
 def message_id(job: str, subject: str, content_type: str, data: bytes) -> str:
@@ -129,8 +131,8 @@ async def _untaken(bus: Bus, model: str) -> InferbusError:
 async def find_job(bus: Bus, owner: str, job: str, submission: int | None = None) -> Job:
     """The newest submission of an id, or a certain one: queued, running or ended.
 
-    Reads the owner's queued jobs, as far as they are newer than the stored result. Without permission for
-    that, only the result and the stored chunks count.
+    A worker looks through the owner's queued jobs, as far as they are newer than the stored result. Where no
+    worker answers and this user may not read them itself, only the result and the stored chunks count.
 
     Raises:
         JobNotFound: Nothing is stored of it.
@@ -140,11 +142,16 @@ async def find_job(bus: Bus, owner: str, job: str, submission: int | None = None
     ended = await _ended(bus, handle)
     since = submission or (ended or 0) + 1
     try:
-        queued = await _newest_queued(bus, handle, since)
-    except NotPermitted:
+        queued = await submissions(bus, owner, job, since)
+    except Unreadable:
         return handle if ended is None or submission else msgspec.structs.replace(handle, submission=ended)
-    if queued is not None:
-        return queued
+    if submission is not None:
+        queued = [each for each in queued if each.sequence == submission]
+    if queued:
+        newest = queued[-1]
+        address = job_address(newest.subject, bus.subjects)
+        model = None if address is None else address.model
+        return msgspec.structs.replace(handle, submission=newest.sequence, model=model)
     # It may have ended between the two looks.
     ended = ended or await _ended(bus, handle)
     if ended is None:
@@ -166,24 +173,9 @@ async def _ended(bus: Bus, handle: Job) -> int | None:
             if error.status != NOT_FOUND:
                 raise
             continue
-        if stored is not None and handle.matches(stored.headers):
+        if stored is not None and not stored.forwarded and handle.matches(stored.headers):
             return submission_of(stored.headers)
     return None
-
-
-async def _newest_queued(bus: Bus, handle: Job, since: int) -> Job | None:
-    newest: Job | None = None
-    subject = f"{bus.subjects.all('jobs').removesuffix('>')}*.*.{escape(handle.owner)}.*"
-    try:
-        async for page, _ in browse.pages(bus, layout.JOBS, subject, first=since):
-            for stored in page:
-                if job_id(stored) == handle.id and handle.submission in (None, stored.sequence):
-                    model = bus.subjects.parse_job(stored.subject).model
-                    newest = msgspec.structs.replace(handle, submission=stored.sequence, model=model)
-    except ApiError as error:
-        if error.status != NOT_FOUND:
-            raise
-    return newest
 
 
 async def publish_cancel(bus: Bus, job: Job) -> None:

@@ -39,9 +39,9 @@ class Results:
             BusUnavailable: The server did not answer.
         """
         stored = await JetStream(self._bus).last(layout.RESULTS, self._subject(job))
-        if stored is None or not job.matches(stored.headers):
+        if stored is None or stored.forwarded or not job.matches(stored.headers):
             return None
-        return parse_result(await self._body(job, stored), stored.headers)
+        return parse_result(await self._body(job, stored), stored.headers, job=job.id)
 
     async def _body(self, job: Job, stored: Stored) -> bytes:
         """The stored answer, which may be an object of its own."""

@@ -24,6 +24,8 @@ from inferbus.workers.jobs.storage import Storage
 from inferbus.workers.roles.intake import JobIntake, LiveIntake, Tasks
 from inferbus.workers.roles.prefill_gate import PrefillGate
 from inferbus.workers.roles.program import finished_within
+from inferbus.workers.roles.reads import QUEUE_GROUP as READERS
+from inferbus.workers.roles.reads import Reads
 
 log = structlog.get_logger()
 
@@ -69,6 +71,7 @@ class DecodeProgram:
         self._tasks = tasks
         self._gate = gate
         self._intakes: list[asyncio.Task[None]] = []
+        self._reads = Reads(bus, settings, tasks)
         self._watching_gate: asyncio.Task[None] | None = None
         self._forget_connection: Callable[[], None] = lambda: None
 
@@ -85,6 +88,7 @@ class DecodeProgram:
         if self._gate is not None:
             await self._gate.update()
             self._watching_gate = asyncio.create_task(self._gate.run())
+        await self._bus.subscribe(self._settings.subjects.all("read"), self._reads.asked, queue=READERS)
         await self._live.join()
         self._intakes = [asyncio.create_task(self._live.run()), asyncio.create_task(self._jobs.run())]
 

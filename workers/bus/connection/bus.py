@@ -13,7 +13,7 @@ import contextlib
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Final
 
 import nats.errors
@@ -353,6 +353,42 @@ class Bus:
         if message.status == NO_RESPONDERS:
             raise NoResponders(f"nobody listens on {subject}")
         return message
+
+    async def ask(
+        self,
+        subject: str,
+        data: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+        timeout: float = TIMEOUT,
+    ) -> AsyncGenerator[Message]:
+        """Sends a message and yields every answer; ended by its caller, with `aclosing`.
+
+        Args:
+            subject: Where to.
+            data: The body.
+            headers: Its headers.
+            timeout: Seconds to wait for each answer.
+
+        Raises:
+            NoResponders: Nobody listens.
+            NotPermitted: Naming the subject.
+            BusUnavailable: No answer in time.
+        """
+        with self._requests.open_many(subject) as (reply, answers):
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._connected.wait()
+                self.send(subject, data, headers, reply=reply)
+                while True:
+                    async with asyncio.timeout(timeout):
+                        message = await answers.get()
+                    if isinstance(message, NotPermitted):
+                        raise message
+                    if message.status == NO_RESPONDERS:
+                        raise NoResponders(f"nobody listens on {subject}")
+                    yield message
+            except TimeoutError:
+                raise BusUnavailable(f"{subject} was not answered in time") from None
 
     async def close(self, timeout: float = 2.0) -> None:
         """Sends what is queued, as far as that is possible in time, and closes."""

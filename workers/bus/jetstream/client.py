@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import datetime as dt
 import secrets
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ import msgspec
 from inferbus.schemas import headers as names
 from inferbus.schemas.errors import BusUnavailable
 from inferbus.workers.bus.connection.bus import TIMEOUT, Bus
-from inferbus.workers.bus.connection.message import NO_RESPONDERS, STREAM, Message
+from inferbus.workers.bus.connection.message import STREAM, Message
 from inferbus.workers.bus.connection.protocol import Headers
 from inferbus.workers.bus.errors import (
     FULL,
@@ -322,19 +323,10 @@ class JetStream:
 
     async def _batch(self, subject: str, body: dict[str, Any]) -> tuple[list[Stored], int]:
         """One batch of direct gets (ADR-31), and how many messages there are beyond it."""
-        arrived: asyncio.Queue[Message] = asyncio.Queue()
-        inbox = self._bus.inbox(arrived.put_nowait, secret=True)
         messages: list[Stored] = []
-        try:
-            async with asyncio.timeout(TIMEOUT):
-                await self._bus.until_connected()
-            self._bus.send(subject, msgspec.json.encode(body), reply=inbox.subject)
-            while True:
-                async with asyncio.timeout(TIMEOUT):
-                    message = await arrived.get()
+        async with contextlib.aclosing(self._bus.ask(subject, msgspec.json.encode(body))) as answers:
+            async for message in answers:
                 status = message.status
-                if status == NO_RESPONDERS:
-                    raise NoResponders(f"nobody listens on {subject}")
                 if status == NO_MESSAGE:
                     return messages, 0
                 if status == END_OF_BATCH:
@@ -343,12 +335,7 @@ class JetStream:
                     reason = message.description or status
                     raise BusUnavailable(f"{subject} failed: {reason}")
                 messages.append(_stored(message))
-        except TimeoutError:
-            if not self._bus.may_publish(subject):
-                raise NotPermitted(f"not permitted to publish to {subject}") from None
-            raise BusUnavailable(f"{subject} was not answered in time") from None
-        finally:
-            inbox.close()
+        raise AssertionError("unreachable")
 
 
 def parse_time(text: str) -> dt.datetime:
