@@ -17,7 +17,7 @@ from inferbus.workers.bus.errors import NotPermitted
 from inferbus.workers.client.assembler import Event
 from inferbus.workers.client.errors import AnswerLost, TimedOut
 from inferbus.workers.client.liveness import ASK_AFTER, ASK_EVERY, LivenessProbe
-from inferbus.workers.client.messages import acknowledged_by, parse_message
+from inferbus.workers.client.messages import acknowledged_by, not_taken, parse_message
 from inferbus.workers.client.stream import AnswerStream
 
 log = structlog.get_logger()
@@ -93,6 +93,10 @@ class LiveStream(AnswerStream[C]):
         if (stream := acknowledged_by(message)) is not None:
             log.warning("client.request_stored", stream=stream, subject=self._request.subject)
             self._taker = f"; the NATS stream {stream} stores such requests, which is no part of inferbus"
+            return []
+        if message.status == NO_RESPONDERS:
+            return self._assembler.take(not_taken())
+        if message.forwarded:
             return []
         parsed = parse_message(message.data, message.headers)
         return [] if parsed is None else self._assembler.take(parsed)

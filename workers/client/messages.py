@@ -40,7 +40,6 @@ HINT: Final = "a durable job waits until a worker is free"
 """What to do where no worker takes a live request."""
 
 _STATUSES: Final[dict[str, Status]] = {status: status for status in get_args(Status)}
-_NO_RESPONDERS: Final = "503"
 
 
 class ChunkMessage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -261,12 +260,15 @@ def status_error(status: Status) -> InferbusError | None:
     return InternalError("the request failed, and the message that says why was lost")
 
 
+def not_taken() -> ErrorMessage:
+    """What the server's status 503 means for a live request."""
+    problem = NoWorker(
+        f"no worker takes requests of this model and kind: none serves them, or all are busy; {HINT}"
+    )
+    return ErrorMessage(attempt=1, error=problem, final=True)
+
+
 def _end(values: Mapping[str, str]) -> AnswerMessage | None:
-    if values.get("Status") == _NO_RESPONDERS:
-        problem = NoWorker(
-            f"no worker takes requests of this model and kind: none serves them, or all are busy; {HINT}"
-        )
-        return ErrorMessage(attempt=1, error=problem, final=True)
     status = _STATUSES.get(values.get(headers.STATUS, ""))
     if status is None:
         return None

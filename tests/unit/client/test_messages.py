@@ -31,6 +31,7 @@ from inferbus.workers.client.messages import (
     EndMark,
     ErrorMessage,
     WholeMessage,
+    not_taken,
     parse_message,
     parse_result,
     status_error,
@@ -98,8 +99,7 @@ def test_the_end_mark_is_an_empty_body_with_its_headers() -> None:
 
 
 def test_nobody_there_is_an_error_that_nothing_follows() -> None:
-    found = parse_message(b"", {"Status": "503"})
-    assert isinstance(found, ErrorMessage)
+    found = not_taken()
     assert isinstance(found.error, NoWorker)
     assert found.final
 
