@@ -59,6 +59,10 @@ bench: env ## benchmarks; results go to benchmarks/results
 soak: env ## kill, stop and restart workers and server under load, then account for every job; SOAK_SECONDS=600
 	@$(BIN)/python -m tests.soak
 
+.PHONY: fuzz
+fuzz: dev ## a million changed messages at every decoder, on all cores; FUZZ_RUNS, FUZZ_SEED
+	@$(BIN)/python -m tests.fuzz
+
 .PHONY: lock
 lock: dev ## compile requirements/*.in into pinned lists; LOCK_ARGS=--upgrade moves the pins
 	@scripts/lock $(LOCK_ARGS)

@@ -7,7 +7,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from inferbus.schemas import limits
+from inferbus.schemas import limits, shape
 from inferbus.schemas.errors import InvalidRequest, UndecodableBody, UnsupportedContentType
 
 T = TypeVar("T")
@@ -28,7 +28,12 @@ _json = msgspec.json.Encoder()
 _msgpack = msgspec.msgpack.Encoder()
 _PATH: Final = re.compile(r" - at (?:`key` in )?`\$(?P<path>[^`]*)`$")
 _QUOTED: Final = re.compile(r"^(Invalid (?:enum )?value|Object contains unknown field) .*", re.DOTALL)
-_JSON_TYPES: Final = frozenset({str, int, float, bool, type(None), dict, list})
+_FAULTS: Final = (msgspec.MsgspecError, RecursionError, ValueError, TypeError, OverflowError)
+"""What msgspec raises for bytes that it cannot read: its own errors, and Python's for single values."""
+
+_SCALARS: Final = frozenset({str, int, float, bool, type(None)})
+_CONTAINERS: Final = frozenset({dict, list})
+_JSON_TYPES: Final = _SCALARS | _CONTAINERS
 
 
 def content_type(header: str | None) -> str:
@@ -55,27 +60,41 @@ def decode(data: bytes, type: type[T], kind: str = JSON) -> T:
     """Bytes as `type`.
 
     Raises:
-        UndecodableBody: The bytes are not of that content type, or nested too deeply.
+        UndecodableBody: The bytes are not of that content type, nested too deeply, or of too many parts.
         InvalidRequest: They are, but not of that type; `param` names the field.
     """
-    decoder = msgspec.msgpack.decode if kind == MSGPACK else msgspec.json.decode
-    try:
-        return decoder(data, type=type)
-    except msgspec.ValidationError as error:
-        message, param = split_path(str(error))
-        raise InvalidRequest(message, param=param) from None
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise UndecodableBody(f"the body is not valid {kind}: {_reason(error)}") from None
+    shape.check(data, msgpack=kind == MSGPACK)
+    return _decode(data, type, kind)
 
 
 def decode_any(data: bytes, type: Any = Any) -> Any:
-    """An object of either content type, which the first byte tells: no MessagePack map starts with `{`.
+    """An answer of either content type, which the first byte tells: no MessagePack map starts with `{`.
+
+    It may hold more than a request: log probabilities are an object for every few bytes.
 
     Raises:
-        UndecodableBody: Neither JSON nor MessagePack, or nested too deeply.
+        UndecodableBody: Neither JSON nor MessagePack, nested too deeply, or of too many parts.
         InvalidRequest: Not of that type; `param` names the field.
     """
-    return decode(data, type, JSON if data[:1] == b"{" else MSGPACK)
+    kind = JSON if data[:1] == b"{" else MSGPACK
+    parts = max(limits.PARTS, len(data) // limits.PART_BYTES)
+    shape.check(data, msgpack=kind == MSGPACK, parts=parts, values=len(data))
+    return _decode(data, type, kind)
+
+
+def convert(value: Any, type: type[T]) -> T:
+    """A decoded value as `type`.
+
+    Raises:
+        InvalidRequest: Not of that type; `param` names the field.
+    """
+    try:
+        return msgspec.convert(value, type)
+    except msgspec.ValidationError as error:
+        message, param = split_path(str(error))
+        raise InvalidRequest(message, param=param) from None
+    except _FAULTS as error:
+        raise InvalidRequest(f"a value cannot be read: {_reason(error)}") from None
 
 
 def decode_object(data: bytes, kind: str = JSON) -> dict[str, Any]:
@@ -85,14 +104,13 @@ def decode_object(data: bytes, kind: str = JSON) -> dict[str, Any]:
     text, as JSON would have them; its binary, timestamp and extension values are refused.
 
     Raises:
-        UndecodableBody: Not of that content type, not an object, or nested too deeply.
-        InvalidRequest: A field holds what JSON cannot say, or too many values; `param` names it.
+        UndecodableBody: Not of that content type, not an object, nested too deeply, or of too many parts.
+        InvalidRequest: A field holds what JSON cannot say; `param` names it.
     """
-    decoder = msgspec.msgpack.decode if kind == MSGPACK else msgspec.json.decode
     try:
-        value = decoder(data)
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise UndecodableBody(f"the body is not valid {kind}: {_reason(error)}") from None
+        value = decode(data, object, kind)
+    except InvalidRequest as error:  # Of a number that Python cannot hold; there is no type to be wrong.
+        raise UndecodableBody(f"the body is not valid {kind}: {error.message}") from None
     if not isinstance(value, dict):
         raise UndecodableBody("the body must be an object")
     _check_shape(value)
@@ -118,6 +136,17 @@ def bounded(name: str) -> str:
     return name if len(name) <= limits.NAME_CHARS else f"{name[: limits.NAME_CHARS]}…"
 
 
+def _decode(data: bytes, type: type[T], kind: str) -> T:
+    decoder = msgspec.msgpack.decode if kind == MSGPACK else msgspec.json.decode
+    try:
+        return decoder(data, type=type)
+    except msgspec.ValidationError as error:
+        message, param = split_path(str(error))
+        raise InvalidRequest(message, param=param) from None
+    except _FAULTS as error:
+        raise UndecodableBody(f"the body is not valid {kind}: {_reason(error)}") from None
+
+
 def _parts(message: str) -> tuple[str, str]:
     found = _PATH.search(message)
     text = message[: found.start()] if found else message
@@ -136,27 +165,25 @@ def _reason(error: Exception) -> str:
 def _check_shape(body: dict[Any, Any]) -> None:
     """One pass over the objects and arrays of a body, without recursion; scalars only by type."""
     stack: list[tuple[str, Any, int]] = [("", body, 1)]
-    seen = 0
     while stack:
         field, current, level = stack.pop()
-        seen += 1
         if level > limits.NESTING_DEPTH:
             raise UndecodableBody(f"the body is nested more than {limits.NESTING_DEPTH} levels deep")
-        if seen > limits.CONTAINERS:
-            raise UndecodableBody(f"the body holds more than {limits.CONTAINERS} objects and arrays")
+        children = current
         if type(current) is dict:
             if set(map(type, current)) - {str}:
                 _rename_keys(field, current)
             children = current.values()
-        else:
-            children = current
         kinds = set(map(type, children))
+        if kinds <= _SCALARS:
+            continue
         if kinds - _JSON_TYPES:
             field = field or next(name for name, child in body.items() if type(child) not in _JSON_TYPES)
             raise InvalidRequest(f"{bounded(field)!r} holds what JSON cannot say", param=bounded(field))
-        if dict in kinds or list in kinds:
-            named = current.items() if level == 1 else ((field, child) for child in children)
-            stack.extend((name, child, level + 1) for name, child in named if type(child) in (dict, list))
+        named = current.items() if level == 1 else ((field, child) for child in children)
+        stack.extend(
+            (name, child, level + 1) for name, child in named if type(child) in _CONTAINERS and child
+        )
 
 
 def _rename_keys(field: str, value: dict[Any, Any]) -> None:

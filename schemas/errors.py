@@ -260,6 +260,9 @@ def _leaves(kind: type[InferbusError]) -> list[type[InferbusError]]:
 BY_CODE: dict[str, type[InferbusError]] = {kind.code: kind for kind in _leaves(InferbusError)}
 """Every error class by its code."""
 
+CODES: tuple[str, ...] = tuple(code for code, kind in BY_CODE.items() if not kind.__subclasses__())
+"""The codes that errors have; those of the classes above them name groups."""
+
 
 def from_body(body: ErrorBody) -> InferbusError:
     """The error that a body tells of; an unknown code of a newer peer becomes its nearest base class."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -12,6 +12,8 @@ Role = Literal["prefill", "decode", "both"]
 State = Literal["starting", "ready", "draining", "failed"]
 
 BUCKET: Final = "INFER_WORKERS"
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Signature(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,13 +52,13 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
         step_tokens: Prompt tokens that the engine computes in one step; 0 where the worker does not tell.
     """
 
-    context_length: int
-    kv_tokens: int
-    page_size: int
-    max_running: int
-    max_prefill_tokens: int
-    vocabulary: int
-    step_tokens: int = 0
+    context_length: Count
+    kv_tokens: Count
+    page_size: Count
+    max_running: Count
+    max_prefill_tokens: Count
+    vocabulary: Count
+    step_tokens: Count = 0
 
 
 class Load(msgspec.Struct, kw_only=True):
@@ -72,24 +74,25 @@ class Load(msgspec.Struct, kw_only=True):
         queued: Requests that the worker holds back until the engine can start them.
     """
 
-    slots: int
-    busy: int = 0
-    running: int = 0
-    waiting: int = 0
-    kv_used: int = 0
-    kv_forecast: int = 0
-    queued: int = 0
+    slots: Count
+    busy: Count = 0
+    running: Count = 0
+    waiting: Count = 0
+    kv_used: Count = 0
+    kv_forecast: Count = 0
+    queued: Count = 0
 
 
 class WorkerInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
     """One worker's announcement; its KV key is `<escaped model>.<escaped worker id>`.
 
     Attributes:
-        worker: Its id, new for every process.
+        worker: Its id; no two workers have the same at one time.
         role: prefill, decode or both.
         state: Only a `ready` one takes work; `failed` is the last word of one that could not start.
         model: The served model name.
         kinds: Kinds of requests that it answers; empty for prefill.
+        classes: Classes of jobs that it takes; empty for prefill, and for workers of older versions.
         tokenizer: Whether it can render, tokenise and decode text.
         engine: Name and version.
         version: inferbus's.
@@ -99,7 +102,9 @@ class WorkerInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
         signature: None where nothing is handed off.
         bootstrap: Of a prefill worker.
         load: Now.
-        reason: Why it failed, one line.
+        reason: Why it failed, or what one that starts is doing, in one line.
+        incarnation: Drawn anew by every process, so that two workers with one id are told apart; empty for
+            workers of older versions.
     """
 
     worker: str
@@ -117,3 +122,5 @@ class WorkerInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
     signature: Signature | None = None
     bootstrap: Bootstrap | None = None
     reason: str | None = None
+    incarnation: str = ""
+    classes: list[str] = []

@@ -15,6 +15,10 @@ from inferbus.schemas.errors import InvalidRequest
 Status = Literal["ok", "error", "cancelled", "expired"]
 """How a reply subject ended."""
 
+Readable = Literal["chunks", "submissions"]
+"""What a caller may read of its own jobs through a worker: a job's stored chunks, or which of its submissions
+are queued."""
+
 REPLY_TO: Final = "Infer-Reply-To"
 """Where a durable job's chunks go; default `infer.stream.<owner>.<job>`."""
 
@@ -55,8 +59,20 @@ SUBMITTED: Final = "Infer-Submitted"
 CONTINUES: Final = "Infer-Continues"
 """On the first chunk of a newer attempt that goes on after an older one: see `Continuation`."""
 
-LAST_ATTEMPTS: Final = "Infer-Last-Attempts"
-"""Beside a job's result: how many last attempts at it began, and were not given up in good order."""
+BEGUN: Final = "Infer-Begun"
+"""Beside a job's result: how many attempts at it began, and were not given up in order."""
+
+READ: Final = "Infer-Read"
+"""On a request to `infer.read.<owner>.<job>`: see `Readable`."""
+
+FROM: Final = "Infer-From"
+"""On that request: the stream sequence to begin at."""
+
+NEXT: Final = "Infer-Next"
+"""On the message that ends a page of stored messages: the stream sequence at which the next one begins."""
+
+PENDING: Final = "Infer-Pending"
+"""On that message: how many stored messages there are beyond the page."""
 
 REASON: Final = "Infer-Reason"
 """On dead letters: the error's code."""
@@ -66,6 +82,9 @@ DETAIL: Final = "Infer-Detail"
 
 SUBJECT: Final = "Infer-Subject"
 """On dead letters: the subject that the job came on; replaying it means publishing it there again."""
+
+RAW: Final = "Infer-Raw-Headers"
+"""On dead letters of jobs whose headers are no text: the header block, `\\xff` for bytes that are none."""
 
 MSG_ID: Final = "Nats-Msg-Id"
 EXPECTED_LAST: Final = "Nats-Expected-Last-Subject-Sequence"
@@ -139,3 +158,8 @@ def parse_deadline(headers: Mapping[str, str] | None, *, arrived: dt.datetime) -
             f"{DEADLINE} must be at most {limits.DEADLINE_SECONDS} seconds away", param=DEADLINE
         )
     return moment
+
+
+def escaped(raw: bytes) -> str:
+    r"""Bytes as printable ASCII: `\xff` for what is none."""
+    return raw.decode("latin-1").encode("unicode_escape").decode("ascii")

@@ -21,8 +21,17 @@ SUBJECT_CHARS: Final = 1024
 NESTING_DEPTH: Final = 64
 """Deepest nesting of arrays and objects in a body."""
 
-CONTAINERS: Final = 100_000
-"""Most arrays and objects in a body."""
+PARTS: Final = 100_000
+"""Most objects, arrays, members of objects and texts in a request's body, all together."""
+
+PART_BYTES: Final = 3
+"""Fewest bytes a part has in an answer: log probabilities as MessagePack, the densest, have nearly four."""
+
+VALUES: Final = 1_200_000
+"""Most elements of arrays and members of objects in a body, all together."""
+
+SMALL_BODY: Final = 65_536
+"""Bytes of a body that is decoded at once; a larger one is decoded beside the event loop."""
 
 NAME_CHARS: Final = 64
 """How much of a name that a caller chose is repeated in messages."""
@@ -30,7 +39,7 @@ NAME_CHARS: Final = 64
 MESSAGES: Final = 4096
 """Most messages in one chat request."""
 
-PROMPT_TOKENS: Final = 4_194_304
+PROMPT_TOKENS: Final = 1_048_576
 """Most token ids in one request, whatever a model's context allows."""
 
 CHOICES: Final = 128

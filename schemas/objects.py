@@ -70,3 +70,8 @@ def parse_object(headers: Mapping[str, str] | None) -> ObjectRef | None:
     if reference.size > limits.OBJECT_BYTES or reference.parts > reference.size + 1:
         raise InvalidRequest(f"an object has at most {limits.OBJECT_BYTES} bytes", param=OBJECT)
     return reference
+
+
+def object_header(reference: ObjectRef | None) -> dict[str, str]:
+    """The header that names the object which is a message's body, if there is one."""
+    return {} if reference is None else {OBJECT: str(reference)}

@@ -19,6 +19,10 @@ from inferbus.schemas.errors import InvalidReplySubject, InvalidSubject
 Kind = Literal["tokens", "chat", "completions"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
+AnyKind = Kind | Literal["unknown"]
+UNKNOWN: Final[Literal["unknown"]] = "unknown"
+"""Stands for a kind that is none of the contract, in answers, dead letters and figures."""
+
 JobClass = Literal["interactive", "batch"]
 CLASSES: Final[tuple[JobClass, ...]] = get_args(JobClass)
 
@@ -74,7 +78,7 @@ class RequestAddress(msgspec.Struct, frozen=True):
     """What the subject of a live request says."""
 
     model: str
-    kind: Kind
+    kind: AnyKind
 
 
 class JobAddress(msgspec.Struct, frozen=True):
@@ -83,7 +87,7 @@ class JobAddress(msgspec.Struct, frozen=True):
     model: str
     job_class: JobClass
     owner: str
-    kind: Kind
+    kind: AnyKind
 
 
 class JobKey(msgspec.Struct, frozen=True):
@@ -119,6 +123,10 @@ class Subjects(msgspec.Struct, frozen=True):
         """A durable job."""
         return f"{self.prefix}.jobs.{escape(model)}.{_class(job_class)}.{_owner(owner)}.{_kind(kind)}"
 
+    def jobs_of_owner(self, owner: str) -> str:
+        """Filter: all durable jobs of one owner."""
+        return f"{self.prefix}.jobs.*.*.{_owner(owner)}.*"
+
     def jobs_of(self, model: str, job_class: JobClass) -> str:
         """Filter: all durable jobs of one model and class."""
         return f"{self.prefix}.jobs.{escape(model)}.{_class(job_class)}.*.*"
@@ -133,6 +141,10 @@ class Subjects(msgspec.Struct, frozen=True):
         base = f"{self.prefix}.prefill.{escape(model)}"
         return base if worker is None else f"{base}.{escape(worker)}"
 
+    def worker(self, worker: str, incarnation: str) -> str:
+        """Subscribed to by one process of a worker: whether somebody listens tells whether it lives."""
+        return f"{self.prefix}.worker.{escape(worker)}.{escape(incarnation)}"
+
     def cancel(self, owner: str, job: str) -> str:
         """A cancellation."""
         return f"{self.prefix}.cancel.{escape(owner)}.{escape(job)}"
@@ -140,6 +152,10 @@ class Subjects(msgspec.Struct, frozen=True):
     def alive(self, owner: str, job: str) -> str:
         """The question whether anybody works on a job; whoever does answers, and nobody else."""
         return f"{self.prefix}.alive.{escape(owner)}.{escape(job)}"
+
+    def read(self, owner: str, job: str) -> str:
+        """A request for what is stored of a job; a worker answers it."""
+        return f"{self.prefix}.read.{escape(owner)}.{escape(job)}"
 
     def stream(self, owner: str, job: str) -> str:
         """The chunks of a durable job."""
@@ -153,31 +169,46 @@ class Subjects(msgspec.Struct, frozen=True):
         """The final result of a durable job."""
         return f"{self.prefix}.results.{escape(owner)}.{escape(job)}"
 
+    def results_of(self, owner: str) -> str:
+        """Filter: the results of all durable jobs of one owner."""
+        return f"{self.prefix}.results.{escape(owner)}.*"
+
     def object(self, owner: str, object_id: str, part: int | str) -> str:
         """A part of a body that is too large for one message, counted from 0; or a filter, by `*`."""
         return f"{self.prefix}.objects.{escape(owner)}.{escape(object_id)}.{part}"
 
-    def dead(self, model: str, kind: Kind) -> str:
+    def dead(self, model: str, kind: AnyKind) -> str:
         """A job that will not be tried again."""
-        return f"{self.prefix}.dead.{escape(model)}.{_kind(kind)}"
+        return f"{self.prefix}.dead.{escape(model)}.{UNKNOWN if kind == UNKNOWN else _kind(kind)}"
 
     def all(
-        self, family: Literal["jobs", "stream", "results", "attempts", "cancel", "alive", "dead", "objects"]
+        self,
+        family: Literal[
+            "jobs", "stream", "results", "attempts", "cancel", "alive", "read", "dead", "objects"
+        ],
     ) -> str:
         """Filter: everything of one family."""
         return f"{self.prefix}.{family}.>"
 
-    def parse_request(self, subject: str) -> RequestAddress:
+    def parse_request(self, subject: str, *, any_kind: bool = False) -> RequestAddress:
         """The address in a live request's subject.
+
+        Args:
+            subject: As received.
+            any_kind: An unknown kind is `UNKNOWN` instead of an error.
 
         Raises:
             InvalidSubject: Not such a subject.
         """
         model, kind = self._tokens(subject, "request", 2)
-        return RequestAddress(unescape(model), _kind(kind))
+        return RequestAddress(unescape(model), _parsed_kind(kind, any_kind))
 
-    def parse_job(self, subject: str) -> JobAddress:
+    def parse_job(self, subject: str, *, any_kind: bool = False) -> JobAddress:
         """The address in a durable job's subject.
+
+        Args:
+            subject: As stored.
+            any_kind: An unknown kind is `UNKNOWN` instead of an error.
 
         Raises:
             InvalidSubject: Not such a subject.
@@ -185,9 +216,19 @@ class Subjects(msgspec.Struct, frozen=True):
         model, job_class, owner, kind = self._tokens(subject, "jobs", 4)
         name = unescape(owner)
         _owner(name)
-        return JobAddress(unescape(model), _class(job_class), name, _kind(kind))
+        return JobAddress(unescape(model), _class(job_class), name, _parsed_kind(kind, any_kind))
 
-    def parse_key(self, subject: str, family: Literal["stream", "results", "cancel", "alive"]) -> JobKey:
+    def model_of(self, subject: str) -> str:
+        """The model in the subject of a job whatever else it holds; `UNKNOWN` where none can be read."""
+        token, _, _ = subject.removeprefix(f"{self.prefix}.jobs.").partition(".")
+        try:
+            return unescape(token)
+        except InvalidSubject:
+            return UNKNOWN
+
+    def parse_key(
+        self, subject: str, family: Literal["stream", "results", "cancel", "alive", "read"]
+    ) -> JobKey:
         """The owner and job in a subject of one of these families.
 
         Raises:
@@ -196,11 +237,16 @@ class Subjects(msgspec.Struct, frozen=True):
         owner, job = self._tokens(subject, family, 2)
         return JobKey(unescape(owner), unescape(job))
 
+    @property
+    def worker_inboxes(self) -> str:
+        """Prefix of the inboxes of workers, which no client may publish to."""
+        return f"{self.prefix}.inbox"
+
     def check_reply(self, subject: str, *, owner: str, prefixes: tuple[str, ...] = ("_INBOX.",)) -> str:
         """A reply subject that a worker may publish to for this owner, unchanged.
 
         A worker has more rights than its callers, so it must not be talked into using them: only
-        inboxes (`prefixes`) and the owner's own stream subjects are allowed.
+        inboxes (`prefixes`) and the owner's own stream subjects are allowed; never a worker's inbox.
 
         Raises:
             InvalidReplySubject: Anything else: wildcards, empty tokens, `$`, control characters,
@@ -213,7 +259,7 @@ class Subjects(msgspec.Struct, frozen=True):
             and PUBLISHABLE.fullmatch(subject) is not None
             and not any(token.startswith("$") for token in tokens)
             and (
-                any(subject.startswith(prefix) and len(subject) > len(prefix) for prefix in prefixes)
+                (not subject.startswith(f"{self.prefix}.") and any(map(subject.startswith, prefixes)))
                 or (subject.startswith(own) and _TOKEN.fullmatch(subject[len(own) :]) is not None)
             )
         )
@@ -222,6 +268,17 @@ class Subjects(msgspec.Struct, frozen=True):
                 "replies go to an inbox or to the owner's own stream subject only", param="Infer-Reply-To"
             )
         return subject
+
+    def check_handoff_reply(self, subject: str, *, prefixes: tuple[str, ...]) -> str:
+        """A reply subject that a prefill worker may publish to for a decode worker, unchanged.
+
+        Raises:
+            InvalidReplySubject: Neither a worker's inbox nor one under `prefixes`, where workers of versions
+                before 0.2 have theirs.
+        """
+        if subject.startswith(f"{self.worker_inboxes}.") and PUBLISHABLE.fullmatch(subject):
+            return subject
+        return self.check_reply(subject, owner=LIVE_OWNER, prefixes=prefixes)
 
     def _tokens(self, subject: str, family: str, count: int) -> list[str]:
         start = f"{self.prefix}.{family}."
@@ -242,6 +299,10 @@ def _class(token: str) -> JobClass:
         if token == job_class:
             return job_class
     raise InvalidSubject(f"a job's class is one of {', '.join(CLASSES)}")
+
+
+def _parsed_kind(token: str, any_kind: bool) -> AnyKind:
+    return _kind(token) if token in KINDS or not any_kind else UNKNOWN
 
 
 def _kind(token: str) -> Kind:

@@ -31,7 +31,7 @@ import msgspec
 from msgspec import Meta
 
 from inferbus.schemas.errors import InferbusError
-from inferbus.schemas.subjects import CLASSES, Subjects
+from inferbus.schemas.subjects import CLASSES, Subjects, escape
 
 ENVIRONMENT: Final = "INFERBUS_"
 HIDDEN: Final = "***"
@@ -103,6 +103,9 @@ class BusSettings(_Section, frozen=True, kw_only=True):
     tls_ca: Annotated[Path | None, _file("CA certificates to trust instead of the system's.")] = None
     tls_cert: Annotated[Path | None, _file("Client certificate.")] = None
     tls_key: Annotated[Path | None, _file("Client certificate's key.")] = None
+    tls_first: Annotated[
+        bool, Meta(description="Begin with the TLS handshake, for servers with handshake_first.")
+    ] = False
     prefix: Annotated[str, Meta(description="First token of every subject.")] = "infer"
     inbox_prefix: Annotated[
         str, Meta(description="Prefix of reply subjects; a private one keeps answers private.")
@@ -197,6 +200,9 @@ class WorkerSettings(_Section, frozen=True, kw_only=True):
     trust_grammars: Annotated[
         bool, Meta(description="Take grammars and stop patterns unchecked: one can stall the engine.")
     ] = False
+    verbose: Annotated[
+        bool, Meta(description="Log debug events too, such as the traceback of a failed start.")
+    ] = False
     metrics_port: Annotated[
         Annotated[int, Meta(ge=0, le=65535)] | None,
         Meta(description="Port to serve Prometheus metrics on; 0: a free one; default: none."),
@@ -211,6 +217,15 @@ class WorkerSettings(_Section, frozen=True, kw_only=True):
             tokens = prefix.removesuffix(".").split(".")
             if not prefix.endswith(".") or not all(_TOKEN.fullmatch(token) for token in tokens):
                 yield "reply_prefixes", f"must be plain tokens and end in a dot, not {prefix!r}"
+        for field, name in (("worker", self.worker), ("model", self.model)):
+            if name is None:
+                continue
+            if not name.isprintable():
+                yield field, "must be printable text"
+            try:
+                escape(name)
+            except InferbusError as error:
+                yield field, error.message
         if self.prefill_timeout > 300:
             # SGLang gives up after 300 s by itself, and says less about why.
             yield "prefill_timeout", "must be at most 300"
@@ -235,7 +250,7 @@ class StreamSettings(_Section, frozen=True, kw_only=True):
         int,
         Meta(
             description="Open jobs of one owner for a model, class and kind; beyond it that owner is "
-            "refused. 0: as the stream has it, at first no limit.",
+            "refused. 0: as the stream has it, at first 10,000.",
             ge=0,
         ),
     ] = 0
@@ -245,6 +260,9 @@ class StreamSettings(_Section, frozen=True, kw_only=True):
     stream_max_age: Annotated[float, Meta(description="Seconds that chunks are kept.", ge=1)] = 900.0
     stream_max_chunks: Annotated[int, Meta(description="Chunks kept of one job.", ge=16)] = 65_536
     results_max_bytes: Annotated[int, Meta(description="Room for results.", ge=MIB)] = 1024 * MIB
+    owner_results: Annotated[
+        int, Meta(description="Results kept of one owner; beyond it its oldest are removed. 0: all.", ge=0)
+    ] = 100_000
     results_max_age: Annotated[float, Meta(description="Seconds that results are kept.", ge=1)] = 7 * DAY
     objects_max_bytes: Annotated[
         int, Meta(description="Room for bodies that are too large for one message.", ge=MIB)

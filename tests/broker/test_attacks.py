@@ -111,7 +111,7 @@ class Actor:
 async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
     directory = tmp_path_factory.mktemp("attacks")
     text = CONFIGURATION.read_text().replace('include "nats.conf"', "")
-    acme = text[text.index("FOR_ACME: {") : text.index("# Reads and cancels")]
+    acme = text[text.index("FOR_ACME: {") : text.index("# Reads, cancels")]
     text = acme.replace("FOR_ACME", "FOR_VICTIM").replace("acme", "victim") + text
     login = "{user: acme, password: $ACME_PASSWORD, permissions: $FOR_ACME}"
     text = text.replace(login, f"{login}\n    {{user: victim, password: victim, permissions: $FOR_VICTIM}}")
@@ -125,7 +125,7 @@ async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
         AsyncExitStack() as stack,
     ):
         settings = BusSettings(
-            urls=(server.url,), user="worker", password="worker", inbox_prefix="_WORKER.test"
+            urls=(server.url,), user="worker", password="worker", inbox_prefix="infer.inbox"
         )
         bus = await Bus.connect(settings, name="test fleet")
         stack.push_async_callback(bus.close)
@@ -135,7 +135,6 @@ async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
         options: dict[str, Any] = {
             "nats_user": "worker",
             "nats_password": "worker",
-            "nats_inbox_prefix": "_WORKER.w1",
             "reply_prefix": "_INBOX_acme.,_INBOX_victim.,_INBOX_operator.",
         }
         await Fleet(server, bus, roster, directory, children).start("both", SCRIPT, **options)
@@ -154,7 +153,7 @@ READS = (
     "infer.in.>",
     "_INBOX_victim.>",
     "_INBOX.>",
-    "_WORKER.>",
+    "infer.inbox.>",
     "$KV.>",
     "$JS.EVENT.>",
     "$SYS.>",
@@ -189,7 +188,7 @@ WRITES = (
     f"infer.jobs.{MODEL}.batch.victim.tokens",
     f"infer.dead.{MODEL}.tokens",
     "_INBOX_victim.live1",
-    "_WORKER.x",
+    "infer.inbox.x",
     "$SRV.PING",
     "$JS.API.STREAM.MSG.GET.INFER_RESULTS",
     "$JS.API.DIRECT.GET.INFER_RESULTS",
@@ -333,7 +332,7 @@ REPLIES = (
     "infer.stream.victim.run",
     f"infer.request.{MODEL}.tokens",
     f"infer.prefill.{MODEL}.w1",
-    "_WORKER.x.y",
+    "infer.inbox.x.y",
 )
 
 

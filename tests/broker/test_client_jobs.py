@@ -21,7 +21,8 @@ from inferbus.schemas.errors import (
 )
 from inferbus.schemas.fleet import BUCKET, Load, WorkerInfo
 from inferbus.workers.bus.connection.message import Message
-from inferbus.workers.bus.jetstream import layout
+from inferbus.workers.bus.errors import ApiError, StreamFull
+from inferbus.workers.bus.jetstream import layout, objects
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.bus.jetstream.provision import provision
 from inferbus.workers.client import (
@@ -92,9 +93,9 @@ def lossy(client: Client, monkeypatch: pytest.MonkeyPatch, lose: Callable[[Messa
 
 async def test_a_job_is_stored_with_its_identity(client: Client) -> None:
     job = await client.submit("chat", "m", BODY, job_id="j", job_class="interactive", deadline=60)
-    assert job == Job(id="j", owner="me", submission=1, model="m", duplicate=False)
     stored = await JetStream(client.bus).last(layout.JOBS, "infer.jobs.m.interactive.me.chat")
     assert stored is not None
+    assert job == Job(id="j", owner="me", submission=stored.sequence, model="m", duplicate=False)
     assert json.loads(stored.data) == BODY | {"stream_options": {"include_usage": True}}
     assert stored.headers["Infer-Job-Id"] == "j"
     assert stored.headers["Infer-Deadline"] == "60.0"
@@ -112,6 +113,22 @@ async def test_submitting_an_id_again_returns_the_job_that_is_there(client: Clie
     first = await client.submit("chat", "m", BODY, job_id="j")
     second = await client.submit("chat", "m", BODY, job_id="j")
     assert (second.submission, second.duplicate) == (first.submission, True)
+
+
+async def test_an_id_with_another_request_is_another_submission(client: Client) -> None:
+    first = await client.submit("chat", "m", BODY, job_id="j")
+    second = await client.submit("chat", "m", BODY | {"seed": 1}, job_id="j")
+    assert (second.duplicate, second.submission == first.submission) == (False, False)
+
+
+async def test_another_owner_cannot_make_a_job_a_duplicate_by_its_id(
+    client: Client, server: NatsServer
+) -> None:
+    for guessed in ("me.j", "j"):
+        await JetStream(client.bus).store("infer.jobs.m.batch.you.chat", b"{}", {"Nats-Msg-Id": guessed})
+    async with Client.connect(server.url, owner="you") as other:
+        await other.submit("chat", "m", BODY, job_id="j")
+    assert not (await client.submit("chat", "m", BODY, job_id="j")).duplicate
 
 
 async def test_an_id_can_be_submitted_anew_on_purpose(client: Client) -> None:
@@ -162,7 +179,10 @@ async def test_the_owner_of_live_requests_is_reserved(server: NatsServer) -> Non
         Client.connect(server.url, owner="live")
 
 
-async def test_a_job_over_the_servers_limit_is_refused_at_once(client: Client) -> None:
+async def test_a_job_over_the_limit_of_objects_is_refused_at_once(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects, "OBJECT_BYTES", client.bus.max_payload)
     with pytest.raises(PayloadTooLarge):
         await client.submit("completions", "m", {"prompt": "x" * client.bus.max_payload})
 
@@ -213,7 +233,7 @@ async def test_a_stream_shows_chunks_as_they_come(client: Client, worker: Respon
 async def test_a_stream_can_be_read_from_its_beginning_after_the_end(
     client: Client, worker: Responder
 ) -> None:
-    job = await client.submit("chat", "m", BODY)
+    job = await client.submit("chat", "m", BODY, job_id="j")
     await finish(worker, job, "The ", "end")
     for target in (job, job.id):
         stream = client.stream(target)
@@ -238,7 +258,7 @@ async def test_a_chunk_lost_on_the_way_is_read_from_the_stored_stream(
 async def test_a_lost_tail_is_noticed_after_a_silence(
     client: Client, worker: Responder, monkeypatch: pytest.MonkeyPatch, server: NatsServer
 ) -> None:
-    job = await client.submit("chat", "m", BODY)
+    job = await client.submit("chat", "m", BODY, job_id="j")
     lossy(client, monkeypatch, lambda message: message.subject.startswith("infer.stream"))
     stream = client.stream(job)
     reading = asyncio.create_task(stream.answer())
@@ -305,6 +325,39 @@ async def test_a_reader_that_is_cancelled_while_it_subscribes_leaves_no_subscrip
     await subscribed(server, f"infer.results.me.{job.id}", 0)
 
 
+async def test_what_the_server_sends_on_somebodys_behalf_ends_no_reader(
+    client: Client, worker: Responder, server: NatsServer
+) -> None:
+    """Acknowledgements, stored messages, errors and status lines, all sent to the job's subject."""
+    job = await client.submit("chat", "m", BODY, job_id="j")
+    earlier = await client.submit("chat", "m", BODY, job_id="other")
+    await finish(worker, earlier, "another answer")
+    stream, got = client.stream(job), list[str]()
+    reading = asyncio.create_task(read_into(got, stream))
+    await subscribed(server, "infer.stream.me.j")
+    chunks, own = chunks_of("mine"), "infer.stream.me.j"
+    await worker.send(own, *chunks[:2], headers=of(job))
+    await eventually(lambda: "".join(got) == "mine")
+    spoofed = {"Infer-Status": "ok", "Infer-Chunks": "2", "Infer-Attempt": "1"}
+    await worker.nc.publish("infer.jobs.m.batch.you.chat", b"{}", reply=own)
+    await worker.nc.publish("infer.cancel.you.x", b"", reply=own, headers=spoofed | of(job))
+    for subject in ("infer.results.me.other", "infer.stream.me.other"):
+        stream_name = layout.RESULTS if "results" in subject else layout.STREAM
+        await worker.nc.publish(f"$JS.API.DIRECT.GET.{stream_name}.{subject}", b"", reply=own)
+    await worker.nc.publish(f"$JS.API.DIRECT.GET.{layout.CANCEL}.infer.cancel.you.x", b"", reply=own)
+    await worker.nc.publish("$JS.API.STREAM.INFO.nothing", b"", reply=own)
+    await worker.nc.publish("nobody.there", b"", reply=own)
+    await worker.nc.publish(own, b"", headers=spoofed)
+    await worker.nc.publish(own, b'{"error": {"code": "x", "message": "y", "retryable": false}}')
+    await eventually(lambda: stream.ignored >= 9)
+    assert not reading.done()
+    await worker.send(own, *chunks[2:], headers=of(job))
+    await worker.end(own, len(chunks), Submission=str(job.submission))
+    await reading
+    assert "".join(got) == "mine"
+    assert "".join([text(event) for event in [e async for e in client.stream(job, timeout=5)]]) == "mine"
+
+
 async def test_leaving_a_stream_early_leaves_the_job_alone(
     client: Client, worker: Responder, server: NatsServer
 ) -> None:
@@ -328,6 +381,34 @@ async def test_a_cancel_names_the_submission_it_aims_at(client: Client, worker: 
     assert await JetStream(client.bus).last(layout.CANCEL, "infer.cancel.me.j") is not None
 
 
+async def test_a_cancel_that_is_refused_says_so_and_those_before_it_stay(client: Client) -> None:
+    job = await client.submit("chat", "m", BODY, job_id="j")
+    await client.cancel(job)
+    first = await JetStream(client.bus).last(layout.CANCEL, "infer.cancel.me.j")
+    for _ in range(layout.CANCELS_KEPT - 1):
+        await client.cancel("j")
+    with pytest.raises(Overloaded, match=r"the cancel was refused, .* too many cancels of this id"):
+        await client.cancel("j")
+    assert (await JetStream(client.bus).read(layout.CANCEL, "infer.cancel.me.j"))[0] == first
+
+
+async def test_nobody_pushes_the_cancels_of_others_out(client: Client) -> None:
+    """Large marks of another owner made room for themselves, and a cancelled job ran."""
+    await client.bus.js.purge_stream(layout.CANCEL)
+    config = (await client.bus.js.stream_info(layout.CANCEL)).config
+    config.max_bytes = 4096
+    await client.bus.js.update_stream(config)
+    await client.cancel("j")
+    with pytest.raises(ApiError, match="message size exceeds"):
+        await JetStream(client.bus).store("infer.cancel.other.big", b"x" * 2000)
+    filling = [JetStream(client.bus).store(f"infer.cancel.other.{number}", b"") for number in range(100)]
+    with pytest.raises(StreamFull):
+        await asyncio.gather(*filling)
+    with pytest.raises(Overloaded, match="the cancel was refused, the job goes on: there is no room"):
+        await client.cancel("k")
+    assert await JetStream(client.bus).last(layout.CANCEL, "infer.cancel.me.j") is not None
+
+
 async def test_cancelling_a_stream_cancels_its_job(client: Client, worker: Responder) -> None:
     job = await client.submit("chat", "m", BODY)
     stream = client.stream(job)
@@ -339,7 +420,7 @@ async def test_cancelling_a_stream_cancels_its_job(client: Client, worker: Respo
 
 
 async def test_a_result_is_waited_for(client: Client, worker: Responder) -> None:
-    job = await client.submit("chat", "m", BODY)
+    job = await client.submit("chat", "m", BODY, job_id="j")
     waiting = asyncio.create_task(client.result(job))
     assert job.submission is not None
     await worker.store_result("me", job.id, "Paris", submission=job.submission)
@@ -350,8 +431,11 @@ async def test_a_result_is_waited_for(client: Client, worker: Responder) -> None
 
 async def test_a_result_that_is_an_error_raises_its_class(client: Client, worker: Responder) -> None:
     job = await client.submit("chat", "m", BODY)
+    assert job.submission is not None
     error = {"code": "context_length_exceeded", "message": "too long"}
-    await worker.store_result("me", job.id, {"error": error, "job": job.id, "attempt": 1}, submission=1)
+    await worker.store_result(
+        "me", job.id, {"error": error, "job": job.id, "attempt": 1}, submission=job.submission
+    )
     with pytest.raises(ContextLengthExceeded, match="too long"):
         await client.result(job)
     with pytest.raises(ContextLengthExceeded, match="too long"):
@@ -360,8 +444,11 @@ async def test_a_result_that_is_an_error_raises_its_class(client: Client, worker
 
 async def test_a_cancelled_job_raises_cancelled_to_who_waits(client: Client, worker: Responder) -> None:
     job = await client.submit("chat", "m", BODY)
+    assert job.submission is not None
     error = {"code": "cancelled", "message": "cancelled by its owner"}
-    await worker.store_result("me", job.id, {"error": error, "job": job.id, "attempt": 1}, submission=1)
+    await worker.store_result(
+        "me", job.id, {"error": error, "job": job.id, "attempt": 1}, submission=job.submission
+    )
     with pytest.raises(Cancelled):
         await client.result(job)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 import pytest
+from nats.aio.msg import Msg
 
 from inferbus.schemas.answers import TokenAnswer, TokenChunk, Usage
 from inferbus.schemas.errors import (
@@ -379,6 +381,50 @@ async def test_the_timeout_is_for_silence_not_for_the_whole(client: Client, work
     sending = asyncio.create_task(slowly())
     assert await stream.answer() == chat_answer("abcd")
     await sending
+
+
+async def test_while_a_worker_works_on_it_silence_is_no_timeout(client: Client, worker: Responder) -> None:
+    asked = asyncio.Event()
+
+    async def alive(message: Msg) -> None:
+        await worker.nc.publish(message.reply, b"", headers={"Infer-Worker": "d1"})
+        if next(questions) > 8:
+            asked.set()
+
+    questions = itertools.count(1)
+    await worker.nc.subscribe("infer.alive.live.j", cb=alive)
+    await worker.nc.flush()
+    stream = client.chat("m", HELLO, job_id="j", timeout=0.4, stream=False)
+    reading = asyncio.ensure_future(stream.answer())
+    reply = (await worker.request()).reply
+    # Asked every 0.1 seconds: by the ninth question the timeout has passed more than twice.
+    async with asyncio.timeout(10):
+        await asked.wait()
+    assert not reading.done()
+    await worker.send(reply, chat_answer("at last"))
+    await worker.end(reply, 1)
+    assert await reading == chat_answer("at last")
+
+
+async def test_a_request_that_nobody_is_there_for_is_sent_again_for_a_moment(
+    client: Client, server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "NO_RESPONDERS_PAUSES", (0.05,) * 100)
+    answer = asyncio.ensure_future(client.chat("m", HELLO).answer())
+    async with responder(server.url) as worker:
+        await worker.answer((await worker.request()).reply, "here")
+        assert await answer == chat_answer("here")
+
+
+async def test_somebodys_stream_of_requests_is_named_and_does_not_answer(
+    client: Client, worker: Responder
+) -> None:
+    await worker.nc.jetstream().add_stream(name="AUDIT", subjects=["infer.request.>"])
+    stream = client.chat("m", HELLO)
+    await worker.answer((await worker.request()).reply, "a", "b")
+    assert await stream.answer() == chat_answer("ab")
+    with pytest.raises(TimedOut, match="the NATS stream AUDIT stores such requests"):
+        await client.chat("nobody", HELLO, timeout=0.5).answer()
 
 
 async def test_a_request_over_the_servers_limit_is_refused_at_once(client: Client, worker: Responder) -> None:

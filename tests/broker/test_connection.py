@@ -14,6 +14,7 @@ import uvloop
 from inferbus.schemas.errors import BusUnavailable, InvalidSubject, PayloadTooLarge
 from inferbus.workers.bus.connection import natspy
 from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.connection.login import Login
 from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.bus.connection.writer import LIMIT
 from inferbus.workers.bus.errors import NoResponders, NotPermitted
@@ -135,7 +136,7 @@ async def test_a_dead_read_loop_is_noticed_and_the_connection_made_anew(connect:
     async def broken(*_: Any) -> None:
         raise RuntimeError("as an exception from a callback would do")
 
-    parser = bus.nc._ps
+    parser: Any = bus.nc._ps
     parse, parser.parse = parser.parse, broken
     bus.send("a", b"lost")
     await eventually(lambda: natspy.read_loop_died(bus.nc))
@@ -538,7 +539,7 @@ def test_closing_what_has_lost_its_server_with_messages_unsent_is_no_error(tmp_p
 
     async def lose_and_close() -> None:
         async with NatsServer(tmp_path, sync_interval=None) as server:
-            client = natspy.GuardedClient()
+            client = natspy.GuardedClient(Login(BusSettings()))
             await client.connect(server.url, reconnect_time_wait=0.1)
             await server.kill()
             await eventually(lambda: client.is_reconnecting)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.config import BusSettings
 from inferbus.workers.stack.server import NatsServer
 from tests.support.eventually import eventually
+from tests.support.jwts import Operator, credentials
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 
@@ -41,9 +43,10 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def tls(certificates: Path, *, verify: bool = False) -> str:
+def tls(certificates: Path, *, verify: bool = False, first: str = "false") -> str:
     """A server's configuration."""
     return f"""tls {{
+        handshake_first: {first}
         cert_file: "{certificates}/server.pem"
         key_file: "{certificates}/server.key"
         ca_file: "{certificates}/ca.pem"
@@ -111,7 +114,7 @@ async def test_an_nkey_logs_in(tmp_path: Path) -> None:
 
 async def test_a_file_that_holds_no_seed_is_told(tmp_path: Path) -> None:
     (tmp_path / "seed").write_text("nothing")
-    with pytest.raises(BusUnavailable, match="cannot connect"):
+    with pytest.raises(BusUnavailable, match="the NKey file holds no user seed"):
         await Bus.connect(BusSettings(nkey=tmp_path / "seed"), name="test")
 
 
@@ -120,6 +123,125 @@ async def test_a_token_logs_in(tmp_path: Path) -> None:
         bus = await Bus.connect(BusSettings(urls=(server.url,), token="t0ken"), name="test")
         await bus.flush()
         await bus.close()
+
+
+async def test_a_urls_password_is_percent_decoded(tmp_path: Path) -> None:
+    async with NatsServer(tmp_path, extra='authorization { user: "a@b", password: "p/w:d%" }') as server:
+        url = server.url.replace("nats://", "nats://a%40b:p%2Fw%3Ad%25@")
+        bus = await Bus.connect(BusSettings(urls=(url,)), name="test")
+        await bus.flush()
+        await bus.close()
+
+
+@needs_openssl
+async def test_a_server_that_begins_with_tls_is_reached(tmp_path: Path, certificates: Path) -> None:
+    # It waits so long for the handshake before it says INFO, as which it tells the test that it is there.
+    async with NatsServer(tmp_path, extra=tls(certificates, first="500ms")) as server:
+        settings = BusSettings(urls=(server.url,), tls_ca=certificates / "ca.pem", tls_first=True)
+        bus = await Bus.connect(settings, name="test")
+        await server.kill()
+        await server.restart()
+        await eventually(lambda: bus.reconnects == 1 and bus.connected)
+        assert natspy.is_encrypted(bus.nc)
+        await bus.close()
+        impatient = msgspec.structs.replace(settings, tls_first=False, connect_timeout=0.2)
+        with pytest.raises(BusUnavailable, match="--nats-tls-first"):
+            await Bus.connect(impatient, name="test")
+
+
+@needs_openssl
+async def test_a_connection_with_tls_ends_without_a_word(
+    tmp_path: Path, certificates: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with NatsServer(tmp_path, extra=tls(certificates)) as server:
+        bus = await Bus.connect(BusSettings(urls=(server.url,), tls_ca=certificates / "ca.pem"), name="test")
+        await bus.close()
+        lost = await Bus.connect(BusSettings(urls=(server.url,), tls_ca=certificates / "ca.pem"), name="test")
+        await server.stop()
+        await eventually(lambda: not lost.connected)
+        await lost.close()
+    assert [record.message for record in caplog.records if record.name == "asyncio"] == []
+
+
+@needs_openssl
+async def test_a_renewed_certificate_is_presented_at_the_next_connection(
+    tmp_path: Path, certificates: Path
+) -> None:
+    mine = {"tls_cert": tmp_path / "mine.pem", "tls_key": tmp_path / "mine.key"}
+    for kind in ("pem", "key"):
+        shutil.copy(certificates / f"client.{kind}", tmp_path / f"mine.{kind}")
+    async with NatsServer(tmp_path / "nats", extra=tls(certificates, verify=True)) as server:
+        trust = BusSettings(urls=(server.url,), tls_ca=certificates / "ca.pem")
+        bus = await Bus.connect(msgspec.structs.replace(trust, **mine), name="test")
+        (tmp_path / "mine.pem").write_text("it is being written")
+        await server.kill()
+        await server.restart()
+        await eventually(lambda: bus.errors)
+        shutil.copy(certificates / "client.pem", tmp_path / "mine.pem")
+        await eventually(lambda: bus.connected)
+        await bus.flush()
+        await bus.close()
+
+
+WRITTEN: dict[str, Callable[[str, str], str]] = {
+    "as nsc writes it": credentials,
+    "other line ends": lambda jwt, seed: credentials(jwt, seed).replace("\n", "\r\n"),
+    "text around it": lambda jwt, seed: f"# for staging\n\n{credentials(jwt, seed)}\n*** IMPORTANT ***\n",
+    "fewer dashes": lambda jwt, seed: credentials(jwt, seed).replace("-----", "--"),
+    "no markers": lambda jwt, seed: f"  {jwt}\n{seed}",
+    "a byte order mark": lambda jwt, seed: "\ufeff" + credentials(jwt, seed),
+}
+"""Credentials files by those who write them."""
+
+
+@pytest.mark.parametrize("written", WRITTEN.values(), ids=list(WRITTEN))
+async def test_a_credentials_file_is_read_however_it_was_written(
+    tmp_path: Path, written: Callable[[str, str], str]
+) -> None:
+    operator = Operator()
+    (tmp_path / "creds").write_bytes(written(*operator.user(valid=600)).encode())
+    async with NatsServer(tmp_path / "nats", extra=operator.server) as server:
+        bus = await Bus.connect(BusSettings(urls=(server.url,), creds=tmp_path / "creds"), name="test")
+        await bus.flush()
+        await bus.close()
+
+
+async def test_a_login_that_expires_goes_on_with_what_its_file_says_by_then(tmp_path: Path) -> None:
+    operator = Operator()
+    path = tmp_path / "creds"
+    path.write_text(credentials(*operator.user(valid=3)))
+    async with NatsServer(tmp_path / "nats", extra=operator.server) as server:
+        bus = await Bus.connect(BusSettings(urls=(server.url,), creds=path), name="test")
+        got: list[bytes] = []
+        await bus.subscribe("a", lambda message: got.append(message.data))
+        await eventually(lambda: not bus.connected)
+        # Refused once more before somebody renews the file, a little late.
+        errors = bus.errors
+        await eventually(lambda: bus.errors > errors)
+        assert not bus.closed.is_set()
+        path.write_text(credentials(*operator.user(valid=600)))
+        await eventually(lambda: bus.connected)
+        bus.send("a", b"x")
+        await eventually(lambda: got == [b"x"])
+        await bus.close()
+
+
+async def test_a_login_that_stays_refused_closes_the_connection_and_calls_fail_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inferbus.workers.bus.connection.bus.REFUSED_FOR", 5.0)
+    operator = Operator()
+    path = tmp_path / "creds"
+    path.write_text(credentials(*operator.user(valid=3)))
+    async with NatsServer(tmp_path / "nats", extra=operator.server) as server:
+        bus = await Bus.connect(BusSettings(urls=(server.url,), creds=path), name="test")
+        await eventually(bus.closed.is_set, within=40)
+        assert bus.failure is not None
+        assert "the login stays refused" in bus.failure
+        with pytest.raises(BusUnavailable, match="the login stays refused"):
+            await bus.request("a", timeout=3600)
+        with pytest.raises(BusUnavailable):
+            await bus.flush(timeout=3600)
 
 
 @pytest.mark.faults

@@ -52,6 +52,7 @@ async def test_both_workers_of_a_pair_count_a_request_that_went_through_them(
         assert told("inferbus_slots") == 8
         assert told("inferbus_nats_connected") == 1
         assert told("inferbus_messages_sent_total") >= 4
+        assert told("inferbus_stream_max_bytes", stream="INFER_RESULTS") == 1024**3
         assert "process_resident_memory_bytes" in told.names
         told = await scrape(port(found, prefill))
         assert told("inferbus_handoffs_total", role="prefill", status="ok") == 1

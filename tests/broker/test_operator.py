@@ -7,6 +7,7 @@ import contextlib
 import datetime as dt
 import io
 import json
+import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
@@ -183,12 +184,12 @@ async def test_a_replay_that_was_interrupted_before_it_removed_the_letter_is_fin
 ) -> None:
     async with denying(tmp_path, "$JS.API.STREAM.MSG.DELETE.>") as (bus, some):
         sequence = await bury(bus, "j")
-        with pytest.raises(BusUnavailable, match=r"replayed as submission 1 .*stream\.msg\.delete"):
+        with pytest.raises(BusUnavailable, match=r"replayed as submission \d+ .*stream\.msg\.delete"):
             await Operator(some).replay(sequence)
         assert await names(Operator(bus)) == ["j"]
         done = await Operator(bus).replay(sequence)
         assert done is not None
-        assert (done.job.submission, done.before) == (1, True)
+        assert done.before
         assert await names(Operator(bus)) == []
         assert ids(await Operator(bus).jobs()) == ["j"]
 
@@ -558,10 +559,12 @@ async def test_a_job_that_died_is_replayed_and_succeeds(workers: Fleet, run: Run
     code, out, _ = await run("jobs", "show", "default", "j")
     assert "attempts: 1" in out
     assert "result: error (engine_failed)" in out
-    assert "dead letter 1: submission 1, engine_failed:" in out
+    assert re.search(r"dead letter 1: submission \d+, engine_failed:", out)
 
     code, out, _ = await run("dead", "replay", "1")
-    assert (code, out) == (0, "1: default j is queued as submission 2\n")
+    assert code == 0
+    assert re.fullmatch(r"1: default j is queued as submission \d+\n", out)
+    submission = int(out.split()[-1])
     answer = "In the end."
 
     async def answered() -> bool:
@@ -573,7 +576,7 @@ async def test_a_job_that_died_is_replayed_and_succeeds(workers: Fleet, run: Run
     assert await run("dead", "replay", "1") == (1, "", "inferbus: there is no dead letter 1\n")
     code, out, _ = await run("jobs", "show", "default", "j", "--json")
     report = json.loads(out)
-    assert (report["result"]["status"], report["result"]["submission"]) == ("ok", 2)
+    assert (report["result"]["status"], report["result"]["submission"]) == ("ok", submission)
     assert report["letters"] == []
 
 
@@ -627,11 +630,13 @@ async def test_commands_tell_how_it_went(streams: Bus, run: Run) -> None:
     await bury(streams, "k", subject="infer.results.acme.k")
     await bury(streams, "l")
     code, out, err = await run("dead", "replay", "--all")
-    assert (code, out) == (1, "5: acme l is queued as submission 1\n")
+    assert code == 1
+    assert out.startswith("5: acme l is queued as submission ")
+    submission = out.split()[-1]
     assert err.startswith("inferbus: invalid_subject: dead letter 4 ")
     assert (await run("jobs", "cancel", "acme", "l", "other"))[:2] == (
         0,
-        "l: removed submission 1, as no worker has ever served its model m\n",
+        f"l: removed submission {submission}, as no worker has ever served its model m\n",
     )
     code, out, _ = await run("jobs", "show", "acme", "l")
     assert code == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -12,13 +13,16 @@ import pytest
 
 from inferbus.schemas import fleet
 from inferbus.schemas.fleet import Load, WorkerInfo
+from inferbus.schemas.subjects import escape
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.bus.errors import ApiError
-from inferbus.workers.bus.fleet.registry import Registry, Roster, entry_subject
+from inferbus.workers.bus.fleet.registry import Registry, Roster, announce, entry_subject
 from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
+from inferbus.workers.client import Client
 from inferbus.workers.config import WorkerSettings
+from inferbus.workers.observe import logs
 from inferbus.workers.stack.server import NatsServer
 from tests.broker.conftest import Connect
 from tests.support.eventually import eventually
@@ -37,6 +41,7 @@ def info(worker: str = "w1", **fields: Any) -> WorkerInfo:
         "host": "h",
         "started": 1.0,
         "load": Load(slots=2),
+        "incarnation": secrets.token_hex(4),
     }
     return WorkerInfo(**(described | fields))
 
@@ -118,7 +123,8 @@ async def test_a_worker_that_leaves_is_gone_at_once(streams: Bus, join: Join) ->
 
 async def test_a_worker_that_falls_silent_is_dropped(streams: Bus) -> None:
     """Here at once when its time is over, whether or not the bucket tells."""
-    await Registry.announce_once(streams, info("silent"))
+    announce(streams, info("silent"))
+    await streams.flush()
     seconds = time.monotonic()
     async with Roster(streams, "meta/llama", ttl=0.5, clock=lambda: seconds) as roster:
         assert names(roster) == ["silent"]
@@ -146,7 +152,8 @@ async def test_the_bucket_forgets_a_worker_that_falls_silent(
 
     monkeypatch.setattr(layout, "ANNOUNCE_TTL", 1.0)
     await provision(bus, StreamSettings())
-    await Registry.announce_once(bus, info("silent"))
+    announce(bus, info("silent"))
+    await bus.flush()
 
     async def gone() -> bool:
         return not await JetStream(bus).read(layout.WORKERS, f"$KV.{fleet.BUCKET}.*.*")
@@ -156,7 +163,8 @@ async def test_the_bucket_forgets_a_worker_that_falls_silent(
 
 
 async def test_a_worker_that_could_not_start_leaves_word_of_why(streams: Bus) -> None:
-    await Registry.announce_once(streams, info("w1", state="failed", reason="no such model"))
+    announce(streams, info("w1", state="failed", reason="no such model"))
+    await streams.flush()
     async with Roster(streams) as roster:
         assert [each.reason for each in roster.workers()] == ["no such model"]
 
@@ -203,6 +211,56 @@ async def test_what_is_not_an_announcement_is_left_out(streams: Bus, join: Join)
         assert names(late) == ["w1"]
 
 
+def hostile() -> dict[str, bytes]:
+    """Announcements that no worker makes, by their keys."""
+    names = {"empty": {"worker": ""}, "long": {"worker": "x" * 200}, "other": {"worker": "w9"}}
+    numbers = info("negative", capacity=None, load=Load(slots=-1))
+    many = msgspec.structs.replace(info("many"), kinds=["chat"] * 20_000)
+    control = info("\x1b[31m\r\n\x9b")
+    return {
+        "deep": b'{"x":' + b"[" * 3000,
+        "deeper": b'{"x":' + b"[" * 100_000,
+        "inside": msgspec.json.encode(info("inside"))[:-1] + b',"x":' + b"[" * 3000 + b"]" * 3000 + b"}",
+        **{name: msgspec.json.encode(info(**fields)) for name, fields in names.items()},
+        "negative": msgspec.json.encode(numbers),
+        "many": msgspec.json.encode(many),
+        escape(control.worker): msgspec.json.encode(control),
+    }
+
+
+async def test_hostile_announcements_are_left_out_with_one_warning_each(
+    streams: Bus, join: Join, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs.configure(format="json")
+    registry = await join("w1")
+    for _ in range(3):
+        for name, data in hostile().items():
+            streams.send(f"$KV.{fleet.BUCKET}.meta=2Fllama.{name}", data)
+    forwarded = msgspec.json.encode(info("w2"))
+    streams.send(f"$KV.{fleet.BUCKET}.meta=2Fllama.w2", forwarded, {"Nats-Stream": "INFER_RESULTS"})
+    await streams.flush()
+    await join("w3")
+    await registry.wait_for(lambda workers: len(workers) == 2, timeout=5)
+    assert names(registry) == ["w1", "w3"]
+    assert streams.callback_errors == 0
+    warned = [line for line in capsys.readouterr().err.splitlines() if "registry.unreadable" in line]
+    # `w3` has a registry of its own, which reads the entries of before.
+    assert len(warned) <= 2 * (len(hostile()) + 1)
+    assert all(len(line) < 1000 for line in warned)
+    async with Client.connect(streams.nc.connected_url.geturl()) as client:
+        assert {each.worker for each in await client.workers()} <= {"w1", "w2", "w3"}
+
+
+async def test_announcements_of_other_versions_are_read(streams: Bus) -> None:
+    older = msgspec.to_builtins(info("older")) | {"incarnation": ""}
+    del older["incarnation"]
+    newer = msgspec.to_builtins(info("newer")) | {"zone": {"name": "a"}, "ranks": [1, 2]}
+    async with Roster(streams) as roster:
+        for each in (older, newer):
+            streams.send(f"$KV.{fleet.BUCKET}.meta=2Fllama.{each['worker']}", msgspec.json.encode(each))
+        await roster.wait_for(lambda workers: len(workers) == 2, timeout=5)
+
+
 async def test_a_load_that_cannot_be_told_does_not_silence_a_worker(streams: Bus) -> None:
     async def load() -> Load:
         raise RuntimeError("the engine is busy")
@@ -210,7 +268,7 @@ async def test_a_load_that_cannot_be_told_does_not_silence_a_worker(streams: Bus
     settings = WorkerSettings(announce_interval=0.1)
     async with Registry(streams, info("w1"), settings=settings, load=load), Roster(streams) as roster:
         heard: list[Message] = []
-        await streams.subscribe(entry_subject(), heard.append)
+        await streams.subscribe(entry_subject(streams.subjects), heard.append)
         await eventually(lambda: len(heard) >= 3)
         assert names(roster) == ["w1"]
 

@@ -16,6 +16,7 @@ from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.bus.jetstream.models import covers
 from inferbus.workers.bus.jetstream.provision import ensure_consumer, provision
+from inferbus.workers.bus.jetstream.shares import ResultShares
 from inferbus.workers.bus.queue.consumers import job_consumers, job_queue
 from inferbus.workers.config import MIB, BusSettings, StreamSettings, WorkerSettings
 from inferbus.workers.stack.server import NatsServer
@@ -100,7 +101,7 @@ async def test_adopting_raises_what_is_weaker_and_lowers_nothing(streams: Bus) -
     [
         ({"retention": "limits"}, "retention is limits, wanted workqueue"),
         ({"storage": "memory"}, "storage is memory, wanted file"),
-        ({"discard": "old"}, "discard is old, wanted new"),
+        ({"discard": "old", "discard_new_per_subject": False}, "discard is old, wanted new"),
         ({"max_msgs": 100}, "max_msgs is 100, wanted unlimited"),
         ({"allow_direct": False}, "allow_direct is off, wanted on"),
     ],
@@ -136,6 +137,19 @@ async def test_model_names_of_any_length_and_spelling_have_consumers(streams: Bu
     assert info["state"]["consumer_count"] == 2 * len(names)
 
 
+@pytest.mark.parametrize(
+    ("stream", "subject"), [(layout.JOBS, "infer.jobs.m.batch.o.chat"), (layout.RESULTS, "infer.results.o.j")]
+)
+async def test_a_stream_that_was_made_anew_gives_no_number_a_second_time(
+    streams: Bus, stream: str, subject: str
+) -> None:
+    """A result of submission 1 would else be taken for that of a later submission 1."""
+    before = [(await JetStream(streams).store(subject, b"{}")).sequence for _ in range(50)]
+    await JetStream(streams).call(f"STREAM.DELETE.{stream}")
+    await provision(streams, StreamSettings(), model="m")
+    assert (await JetStream(streams).store(subject, b"{}")).sequence > max(before)
+
+
 async def test_jobs_are_taken_of_served_models_and_of_known_classes_and_kinds_only(streams: Bus) -> None:
     for kind in KINDS:
         for job_class in CLASSES:
@@ -150,6 +164,26 @@ async def test_jobs_are_taken_of_served_models_and_of_known_classes_and_kinds_on
     ):
         with pytest.raises(NoResponders):
             await JetStream(streams).store(subject, b"{}")
+
+
+async def test_an_owner_keeps_its_newest_results_and_nobody_elses_are_removed(streams: Bus) -> None:
+    shares = ResultShares(streams, most=40)
+    for number in range(42):
+        await JetStream(streams).store(f"infer.results.o.{number}", b"{}")
+        await JetStream(streams).store(f"infer.attempts.o.{number}", b"")
+    await JetStream(streams).store("infer.results.p.first", b"{}")
+    assert [shares.due("o"), shares.due("p"), shares.due("o")] == [False, False, True]
+    await shares.enforce("o")
+    await shares.enforce("p")
+    kept = await JetStream(streams).read(layout.RESULTS, "infer.results.o.*")
+    assert [each.subject for each in kept] == [f"infer.results.o.{number}" for number in range(2, 42)]
+    assert len(await JetStream(streams).read(layout.RESULTS, "infer.results.p.*")) == 1
+    assert len(await JetStream(streams).read(layout.RESULTS, "infer.attempts.o.*")) == 42
+
+
+async def test_an_owners_open_jobs_are_bounded_by_default(streams: Bus) -> None:
+    jobs = await config(streams, layout.JOBS)
+    assert (jobs["max_msgs_per_subject"], jobs["discard_new_per_subject"]) == (10_000, True)
 
 
 async def test_workers_of_many_models_that_start_at_once_are_all_served(connect: Connect) -> None:
@@ -216,13 +250,37 @@ async def test_a_disk_that_is_too_small_is_told(tmp_path: Path) -> None:
         await bus.close()
 
 
-async def test_with_another_prefix_the_subjects_follow(connect: Connect) -> None:
-    bus = await connect(prefix="acme.llm")
-    await provision(bus, StreamSettings())
-    assert (await config(bus, layout.JOBS))["subjects"] == ["acme.llm.jobs"]
-    other = await connect()
-    with pytest.raises(ProvisionError, match=r"subjects is acme\.llm\.stream\.>, wanted infer\.stream\.>"):
-        await provision(other, StreamSettings())
+async def test_deployments_with_prefixes_of_their_own_share_nothing(streams: Bus, connect: Connect) -> None:
+    other = await connect(prefix="acme.llm")
+    await provision(other, StreamSettings(), model="m")
+    names = (await JetStream(streams).call("STREAM.NAMES"))["streams"]
+    assert len(names) == 12
+    assert {"INFER_JOBS", "ACME_LLM_JOBS", "KV_INFER_WORKERS", "KV_ACME_LLM_WORKERS"} <= set(names)
+    for bus in (streams, other):
+        ack = await JetStream(bus).store(
+            bus.subjects.job("m", "batch", "o", "chat"), bus.subjects.prefix.encode(), {"Nats-Msg-Id": "same"}
+        )
+        assert not ack.duplicate
+        await JetStream(bus).store(bus.subjects.result("o", "j"), bus.subjects.prefix.encode(), expect=0)
+    for bus in (streams, other):
+        queue = await job_queue(bus, "m", WorkerSettings())
+        taken = await queue.take()
+        assert taken.message.data == bus.subjects.prefix.encode()
+        await taken.ack()
+        await queue.stop()
+        assert len(await JetStream(bus).read(layout.RESULTS, bus.subjects.all("results"))) == 1
+        assert not await JetStream(bus).read(layout.JOBS, bus.subjects.all("jobs"))
+
+
+@pytest.mark.parametrize("adopt", [False, True])
+async def test_a_prefix_whose_names_are_taken_by_another_is_refused(
+    streams: Bus, connect: Connect, adopt: bool
+) -> None:
+    other = await connect(prefix="Infer")
+    before = await config(streams, layout.STREAM)
+    with pytest.raises(ProvisionError, match="a deployment with another prefix than 'Infer'"):
+        await provision(other, StreamSettings(), adopt=adopt)
+    assert await config(streams, layout.STREAM) == before
 
 
 @pytest.mark.faults
@@ -261,7 +319,7 @@ def test_replicated_streams_keep_chunks_in_memory() -> None:
 
 async def test_an_owner_has_no_more_open_jobs_than_it_may(streams: Bus, connect: Connect) -> None:
     settings = StreamSettings(owner_jobs=2)
-    with pytest.raises(ProvisionError, match="max_msgs_per_subject is unlimited, wanted 2"):
+    with pytest.raises(ProvisionError, match="max_msgs_per_subject is 10000, wanted 2"):
         await provision(streams, settings)
     await provision(streams, settings, adopt=True)
     await provision(streams, StreamSettings())  # without an opinion of one's own, that of the stream holds
@@ -269,11 +327,11 @@ async def test_an_owner_has_no_more_open_jobs_than_it_may(streams: Bus, connect:
     queue = await job_queue(streams, "m", WorkerSettings())
     for _ in range(2):
         await JetStream(streams).store(subject, b"{}")
-    with pytest.raises(ApiError, match="too many open jobs of this owner"):
+    with pytest.raises(ApiError, match="too many messages on this subject"):
         await JetStream(streams).store(subject, b"{}")
     await JetStream(streams).store(other, b"{}")
     first = await queue.take()
-    with pytest.raises(ApiError, match="too many open jobs of this owner"):
+    with pytest.raises(ApiError, match="too many messages on this subject"):
         await JetStream(streams).store(subject, b"{}")
     await first.ack()
     await JetStream(streams).store(subject, b"{}")

@@ -41,7 +41,10 @@ def told(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict
         ("follower", ["--node-rank"]),
         ("other name", ["--served-model-name"]),
         ("port in use", ["bootstrap server", "in use"]),
-        ("wrong path", ["/nonexistent/model"]),
+        ("wrong path", ["--model-path: no such folder: /nonexistent/model"]),
+        ("secret", ["--model-path: no such folder: /nonexistent/model"]),
+        ("misspelt secret", ["there is no --api-keyy, --adminn-key"]),
+        ("no hub", ["couldn't connect", "http://127.0.0.1:9"]),
         ("no weights", ["weights"]),
     ],
 )
@@ -51,6 +54,8 @@ def test_a_start_that_cannot_work_says_why_in_a_line_and_leaves_nothing(
     reason: str = told[case]["reason"]
     assert all(word in reason for word in words), reason
     assert "\n" not in reason
+    assert len(reason) < 700
+    assert "sk-0815" not in reason
     assert told[case]["left"] == 0
     assert told[case]["logging"]
     assert told[case]["sigterm"]

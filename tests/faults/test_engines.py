@@ -25,7 +25,7 @@ from nats.aio.msg import Msg
 from inferbus.schemas import codec, handoff
 from inferbus.schemas.fleet import Bootstrap, WorkerInfo
 from inferbus.schemas.subjects import Kind
-from inferbus.workers.bus.fleet.registry import DELETE, OPERATION, Registry, key
+from inferbus.workers.bus.fleet.registry import DELETE, OPERATION, announce, key
 from inferbus.workers.engine.sglang.launch import ENGINE_DIED
 from inferbus.workers.pairing.picker import Picker
 from inferbus.workers.stack import models
@@ -208,7 +208,7 @@ async def elsewhere(
             await message.respond(codec.encode(handoff.Accepted(worker=fake.worker), codec.MSGPACK))
 
     subscription = await nc.subscribe(f"infer.prefill.tiny.{fake.worker}", cb=ordered)
-    await Registry.announce_once(stack.fleet.bus, fake)
+    announce(stack.fleet.bus, fake)
     await eventually(lambda: stack.fleet.info(fake.worker))
     yield fake.worker, orders
     await nc.publish(f"$KV.INFER_WORKERS.{key(fake)}", b"", headers={OPERATION: DELETE})

@@ -12,6 +12,7 @@ import pytest
 
 from inferbus.schemas.answers import TokenAnswer
 from inferbus.schemas.errors import InferbusError
+from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.client import Client, Job
 from inferbus.workers.stack.processes import spawn
 from inferbus.workers.stack.server import NatsServer
@@ -32,6 +33,7 @@ IMPATIENT = {"extra": 'max_pending: 1048576\nwrite_deadline: "100ms"\n'}
 
 SLOW_READER = """
 import asyncio, sys
+from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.client import Client, text
 
 async def main() -> None:
@@ -80,14 +82,38 @@ async def test_a_minute_without_the_server_under_load_costs_no_job_and_doubles_n
     for length, result in zip((*lengths, 5), results, strict=True):
         assert isinstance(result.answer, TokenAnswer)
         assert result.answer.choices[0].token_ids == list(range(3, 3 + length))
-    stored = await client.bus.js.stream_info("INFER_RESULTS")
-    assert stored.state.messages == len(results)
+    stored = await JetStream(client.bus).read("INFER_RESULTS", "infer.results.>")
+    assert len(stored) == len(results)
     # A live answer is delivered at most once: whole, or a clear error and no hole.
     try:
         assert await asking == list(range(3, 403))
     except InferbusError as error:
         assert error.retryable  # noqa: PT017
     await workers.idle(within=20)
+
+
+async def test_a_full_stream_of_results_costs_no_answer_and_stops_the_taking_of_jobs(
+    client: Client, workers: Fleet
+) -> None:
+    worker = await workers.start("both", COUNTING, ack_wait=2)
+    jetstream = JetStream(client.bus)
+    config = (await jetstream.call("STREAM.INFO.INFER_RESULTS"))["config"]
+    await jetstream.call("STREAM.UPDATE.INFER_RESULTS", config | {"max_bytes": 1})
+    first = await client.submit("tokens", "scripted", body(5))
+    await eventually(lambda: workers.events(worker, "results.full"))
+
+    async def announced() -> bool:
+        return any("full" in (info.reason or "") for info in await client.workers())
+
+    await eventually(announced)
+    second = await client.submit("tokens", "scripted", body(5))
+    # Longer than the ack wait: the answer is kept, and its job is not delivered again.
+    await asyncio.sleep(5)
+    assert len(workers.events(worker, "job.started")) == 1
+    await jetstream.call("STREAM.UPDATE.INFER_RESULTS", config)
+    results = [await client.result(job, timeout=20) for job in (first, second)]
+    assert [(result.status, result.attempt) for result in results] == [("ok", 1), ("ok", 1)]
+    assert len(workers.events(worker, "job.started")) == 2
 
 
 async def _tokens(stream: Any) -> list[int]:

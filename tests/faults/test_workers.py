@@ -163,7 +163,8 @@ async def test_all_jobs_in_flight_finish_on_another_worker_after_sigkill(nc: Cli
 async def test_a_job_that_kills_every_worker_becomes_a_dead_letter(nc: Client, workers: Fleet) -> None:
     killer = '[[rules]]\n[rules.fault]\ndo = "kill"\nat = 1\n'
     await submit(nc, "poison")
-    for _ in range(1 + LAST_ATTEMPTS):
+    # The first one killed its worker before it sent anything, so nobody knows that it began.
+    for _ in range(2 + LAST_ATTEMPTS):
         worker = await workers.start("both", killer, ready=False, max_attempts=2, ack_wait=1)
         assert await worker.wait() == -signal.SIGKILL
     await workers.start("both", killer, max_attempts=2, ack_wait=1)
@@ -470,6 +471,37 @@ async def test_streams_that_live_in_memory_are_made_again_when_their_server_rest
     await eventually(lambda: workers.info("w1"), within=20)
     await submit(nc, "j1")
     assert (await result(nc, "j1")).headers["Infer-Status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    "stream",
+    ["INFER_JOBS", "INFER_RESULTS", "INFER_STREAM", "INFER_CANCEL", "INFER_DEAD", "KV_INFER_WORKERS"],
+)
+async def test_a_stream_that_somebody_removed_is_made_again_and_jobs_go_on(
+    nc: Client, workers: Fleet, stream: str
+) -> None:
+    await workers.start("both", "[[rules]]\nlength = 3\n")
+    first = await submit(nc, "j1")
+    assert (await result(nc, "j1")).headers["Infer-Submission"] == str(first)
+    await nc.jetstream().delete_stream(stream)
+
+    async def there() -> bool:
+        try:
+            subjects = (await nc.jetstream().stream_info(stream)).config.subjects or []
+        except NotFoundError:
+            return False
+        return subjects != ["infer.jobs"]
+
+    await eventually(there, within=15)
+    again = await submit(nc, "j1", **{"Nats-Msg-Id": "again", "Infer-Job-Id": "j1"})
+    assert again > first
+
+    async def answered() -> bool:
+        with suppress(NotFoundError, nats.errors.Error):
+            return bool((await result(nc, "j1")).headers["Infer-Submission"] == str(again))
+        return False
+
+    await eventually(answered, within=20)
 
 
 async def test_a_pair_with_an_inbox_prefix_of_its_own_needs_no_other_setting(

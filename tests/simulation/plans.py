@@ -174,6 +174,7 @@ class Plan(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     attempts: int = 3
     buffering: bool = True
     max_payload: int = 1024 * 1024
+    skew: float = 0.0
 
     def run(self) -> World:
         """Runs it, and lets everything come to an end.
@@ -188,6 +189,7 @@ class Plan(msgspec.Struct, frozen=True, repr_omit_defaults=True):
             attempts=self.attempts,
             buffering=self.buffering,
             max_payload=self.max_payload,
+            skew=self.skew,
         )
         try:
             with watched(world.wrong):
@@ -252,4 +254,5 @@ PLANS: Final[st.SearchStrategy[Plan]] = st.builds(
     attempts=_few(3, 5),
     buffering=st.booleans(),
     max_payload=_few(1024 * 1024, 1024 * 1024, 1024),
+    skew=_few(0.0, 0.0, 75.0),
 )

@@ -28,10 +28,9 @@ class Reader:
 
     def take(self, message: Stored) -> None:
         """A message of the stream arrives."""
-        named = submission_of(message.headers)
-        if named is not None and named != self._client.submission:
+        if message.forwarded or submission_of(message.headers) != self._client.submission:
             return
-        found = parse_message(message.data, message.headers)
+        found = parse_message(message.data, message.headers, job=self._client.id)
         if found is not None:
             self._show(self.assembler.take(found))
 

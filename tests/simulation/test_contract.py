@@ -14,10 +14,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from inferbus.schemas import headers
 from inferbus.workers.bus.interface import Stored
+from inferbus.workers.bus.jetstream.layout import RESULTS
 from tests.simulation.plans import PLANS, Crash, Cut, Plan, Stall, Submit, Wait
 from tests.simulation.worker import WEIGHTS
-from tests.simulation.world import World, watched
+from tests.simulation.world import CLOCK, World, watched
+from tests.support.virtual import EPOCH
 
 RUNS: Final = int(os.environ.get("SIMULATION_RUNS", "100"))
 explored = settings(
@@ -39,6 +42,20 @@ def test_a_plan_is_the_same_course_of_events_every_time() -> None:
         workers=3,
     )
     assert plan.run().trace == plan.run().trace
+
+
+@pytest.mark.parametrize("skew", [75.0, -75.0])
+def test_a_worker_whose_clock_is_wrong_ends_a_job_at_its_deadline(skew: float) -> None:
+    world = Plan(
+        [Submit(0, "steady", deadline=20.0), Wait(12.0), Submit(1, "hang", deadline=20.0)],
+        workers=1,
+        skew=skew,
+    ).run()
+    first, second = world.server.streams[RESULTS].messages.values()
+    assert first.headers[headers.STATUS] == "ok"
+    assert second.headers[headers.STATUS] == "expired"
+    late = (second.time - EPOCH).total_seconds() - (world.submissions[2].deadline or 0.0)
+    assert 0 <= late + CLOCK <= 2 * CLOCK
 
 
 @settings(explored, max_examples=max(RUNS // 10, 10))

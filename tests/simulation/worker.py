@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime as dt
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final
 
 from inferbus.schemas import headers
-from inferbus.schemas.errors import Draining
+from inferbus.schemas.errors import BusUnavailable, Draining
 from inferbus.schemas.subjects import JobClass
 from inferbus.workers.admission import Admission, Budget, Permit
 from inferbus.workers.bus.interface import Delivery
+from inferbus.workers.bus.jetstream.clock import ServerClock
 from inferbus.workers.engine.interface import Delta, Leg
 from inferbus.workers.engine.scripted import ScriptedEngine
 from inferbus.workers.jobs.cancel import Cancels
@@ -81,7 +83,7 @@ class Worker:
             max_payload=world.max_payload,
         )
         self.connection.sending = self._sending
-        self.engine = ScriptedEngine(script(number), now=lambda: world.time.now, identity=lambda: self.name)
+        self.engine = ScriptedEngine(script(number))
         self._alone = Alone(self.engine)
         self._answer = Answering(self.engine, self._run)
         settings = JobSettings(
@@ -90,7 +92,10 @@ class Worker:
             policy=RetryPolicy(attempts=world.attempts, jitter=0.0),
             window=world.server.window,
         )
-        self.runner = AttemptRunner(self.connection, self._begin, settings, now=world.time.wall)
+        now, clock = world.time.wall, self._clock() if world.skew else None
+        if clock is not None:
+            now = clock.now
+        self.runner = AttemptRunner(self.connection, self._begin, settings, now=now)
         self._cancels = cancels = Cancels(self.connection, self.runner.scopes, SUBJECTS)
         self.connection.on_cancel = cancels.arrived
         self.connection.listeners.append(self._connection_changed)
@@ -102,7 +107,7 @@ class Worker:
         self.admission = Admission(budget, clock=self.loop.time)
         self.tasks = Tasks()
         self.intake = JobIntake(self.queue, self.deliveries, self.tasks, self.admission, settings)
-        self._running = [self.loop.create_task(self.intake.run()), self.loop.create_task(self.signs.run())]
+        self._running = [self.loop.create_task(self._take(clock)), self.loop.create_task(self.signs.run())]
         self.hurry = asyncio.Event()
 
     @property
@@ -139,6 +144,23 @@ class Worker:
     def _end(self, *, lost: bool) -> None:
         self.connection.close(lost=lost)
         self.loop.end()
+
+    def _clock(self) -> ServerClock:
+        """The server's, for a worker whose own is wrong: every other one's is behind."""
+        time, connection = self.world.time, self.connection
+        skew = dt.timedelta(seconds=self.world.skew * (-1) ** self.number)
+        return ServerClock(
+            lambda: connection.request(time.wall), wall=lambda: time.wall() + skew, monotonic=self.loop.time
+        )
+
+    async def _take(self, clock: ServerClock | None) -> None:
+        """As `inferbus.workers.roles.worker`: it knows the server's clock before it takes anything."""
+        while clock is not None:
+            with contextlib.suppress(BusUnavailable):
+                await clock.measure()
+                self._running.append(self.loop.create_task(clock.follow()))
+                break
+        await self.intake.run()
 
     async def _drain(self, grace: float) -> None:
         """As `inferbus.workers.roles.decode.DecodeProgram.drain`."""
@@ -188,7 +210,7 @@ class Worker:
         if headers.SUBMISSION not in found:
             return
         world, number = self.world, int(found[headers.SUBMISSION])
-        if headers.LAST_ATTEMPTS in found:
+        if headers.BEGUN in found:
             # Taken back by a worker that has lost touch; readers do not hear of it.
             world.given_up[number] += 1
             return

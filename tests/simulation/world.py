@@ -24,13 +24,16 @@ from tests.simulation.jobs import SHAPES, Cancel, Submission, request
 from tests.simulation.reader import Reader, agrees, told
 from tests.simulation.worker import HANDLED, Worker
 from tests.support.simulated import SUBJECTS, Server
-from tests.support.virtual import Time
+from tests.support.virtual import EPOCH, Time
 
 MODEL: Final = "scripted"
 OWNER: Final = "acme"
 INBOX: Final = "_INBOX.reader"
 ACK_WAIT: Final = 30.0
 WINDOW: Final = 20.0
+CLOCK: Final = 0.1
+"""Seconds by which a worker whose clock is wrong may be wrong about the server's, once it has read that."""
+
 LETTER: Final = 600
 """Bytes that a dead letter may have beyond its job."""
 
@@ -48,6 +51,7 @@ class World:
         attempts: At a job.
         buffering: Whether what workers send while NATS is away is sent later, or lost.
         max_payload: Of the server.
+        skew: Seconds by which the workers' clocks are wrong: ahead and behind by turns.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class World:
         attempts: int = 3,
         buffering: bool = True,
         max_payload: int = 1024 * 1024,
+        skew: float = 0.0,
     ) -> None:
         self.time = Time()
         self.server = Server(self.time, ack_wait=ACK_WAIT, window=WINDOW)
@@ -69,6 +74,7 @@ class World:
         self.attempts = attempts
         self.buffering = buffering
         self.max_payload = max_payload
+        self.skew = skew
         self._random = random.Random(seed) if seed else None
         self._calm = calm
         self.problems: list[str] = []
@@ -204,11 +210,13 @@ class World:
         if worker.over is not None:
             self.wrong(f"{worker.name} begins {number} after its grace period was over")
         # Whoever gives a job up in good order has not used up an attempt, and nor has the one after it: what
-        # became of that is not known. A server that has forgotten what was said has lost count.
-        allowed = self.attempts - 1 + LAST_ATTEMPTS + 2 * self.given_up[number]
+        # became of that is not known. A server that has forgotten what was said has lost count. The first
+        # one of several is not counted when it begins.
+        uncounted = 1 if self.attempts > 1 else 0
+        allowed = self.attempts - 1 + LAST_ATTEMPTS + uncounted + 2 * self.given_up[number]
         if self.runs[number] > allowed and not self.forgetful:
             self.wrong(f"{worker.name} begins {number} for the {self.runs[number]}th time")
-        if job.deadline is not None and self.time.now >= job.deadline:
+        if job.deadline is not None and self.time.now >= job.deadline + (CLOCK if self.skew else 0.0):
             self.wrong(f"{worker.name} begins {number} after its deadline")
         taken = HANDLED.get().received
         if any(cancel.aims_at(job) and cancel.time < taken for cancel in self.cancels):
@@ -260,7 +268,7 @@ class World:
             self.wrong(f"{sequence} was asked back by attempt {old} while attempt {new} had it")
         results: dict[int, list[Stored]] = {}
         for result in self.server.streams[RESULTS].messages.values():
-            if headers.LAST_ATTEMPTS not in result.headers:
+            if headers.BEGUN not in result.headers:
                 results.setdefault(int(result.headers[headers.SUBMISSION]), []).append(result)
         letters = Counter(
             int(letter.headers[headers.SUBMISSION]) for letter in self.server.streams[DEAD].messages.values()
@@ -294,6 +302,10 @@ class World:
         meant = self.submissions[self.repeats.get(number, number)]
         if status == "cancelled" and not any(cancel.aims_at(meant) for cancel in self.cancels):
             self.wrong(f"{number} was cancelled, and nobody wanted that")
+        if status == "expired":
+            told = (result.time - EPOCH).total_seconds()
+            if meant.deadline is None or told < meant.deadline - (CLOCK if self.skew else 0.0):
+                self.wrong(f"{number} expired at {told}, and its deadline was {meant.deadline}")
         if letters and status != "error":
             self.wrong(f"{number} has a dead letter and the result {status}")
         died = error is not None and error.code in ("attempts_exhausted", "engine_failed")

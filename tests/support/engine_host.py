@@ -22,7 +22,7 @@ import msgspec
 from inferbus.schemas.errors import InferbusError
 from inferbus.schemas.fleet import Role
 from inferbus.schemas.requests import parse
-from inferbus.workers.engine.interface import Delta, Leg, Prompt
+from inferbus.workers.engine.interface import AnswerIdentity, Delta, Leg, Prompt
 from inferbus.workers.engine.sglang import LaunchFailed, SGLangEngine, health
 from inferbus.workers.stack import models
 
@@ -137,8 +137,8 @@ class Host:
         with suppress(asyncio.CancelledError):
             await running
 
-    async def _answer(self, channel: Channel, prompt: int) -> None:
-        answer = self._prompts[prompt].answer()
+    async def _answer(self, channel: Channel, prompt: int, identity: Any) -> None:
+        answer = self._prompts[prompt].answer(msgspec.convert(identity, AnswerIdentity))
 
         async def deltas() -> AsyncIterator[Delta]:
             while (frame := await channel.receive()) is not None:

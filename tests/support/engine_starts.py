@@ -77,6 +77,8 @@ def _tell(told: dict[str, Any]) -> None:
 async def main(model: str, broken: str) -> None:
     """All cases."""
     logging.basicConfig(level=logging.INFO)
+    # Nothing listens there; read when SGLang is imported.
+    os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
     good = ["--model-path", model]
     await failing("unknown flag", "both", [*good, "--no-such-flag"])
     await failing("bad value", "both", [*good, "--tp-size", "many"])
@@ -92,6 +94,9 @@ async def main(model: str, broken: str) -> None:
     chosen("prefill everywhere", "prefill", [*good, "--disaggregation-bootstrap-port", "18123"])
     _tell({"case": "environment", "host ip": os.environ.get("SGLANG_HOST_IP"), "cpu": cpu.cpu_only()})
     await failing("wrong path", "both", ["--model-path", "/nonexistent/model"])
+    await failing("secret", "both", ["--model-path", "/nonexistent/model", "--api-key", "sk-0815"])
+    await failing("misspelt secret", "both", [*good, "--api-keyy", "sk-0815", "--adminn-key=sk-0815"])
+    await failing("no hub", "both", ["--model-path", "nobody/no-such-model", "--api-key", "sk-0815"])
     # One real start, whose scheduler cannot load the weights.
     await failing("no weights", "both", ["--model-path", broken])
 

@@ -19,7 +19,7 @@ from inferbus.schemas.answers import TokenAnswer, TokenChunk
 from inferbus.schemas.errors import Cancelled, ContextLengthExceeded, InvalidRequest
 from inferbus.schemas.requests import parse
 from inferbus.schemas.subjects import Kind
-from inferbus.workers.engine.interface import Delta, Engine, Leg, Prompt
+from inferbus.workers.engine.interface import AnswerIdentity, Delta, Engine, Leg, Prompt
 from tests.support.eventually import eventually
 
 PROMPT = list(range(40, 50))
@@ -72,6 +72,9 @@ async def answered(engine: Engine, kind: Kind, **fields: Any) -> tuple[list[Any]
     return [_plain(message) for message in messages], _plain(answer.whole())
 
 
+IDENTITY = AnswerIdentity("0123456789abcdef0123456789abcdef", 1234567890)
+
+
 def _plain(message: msgspec.Struct | bytes) -> Any:
     return json.loads(message) if isinstance(message, bytes) else message
 
@@ -117,6 +120,20 @@ class EngineSuite:
         assert min(capacity.context_length, capacity.kv_tokens, capacity.page_size, capacity.max_running) > 0
         assert capacity.vocabulary > max(PROMPT)
         assert await engine.healthy()
+
+    @pytest.mark.parametrize("kind", ["chat", "completions"])
+    async def test_every_chunk_has_the_id_and_the_time_of_its_request(
+        self, engine: Engine, kind: Kind
+    ) -> None:
+        fields = {"chat": {"messages": [{"role": "user", "content": "hi"}]}, "completions": {"prompt": "hi"}}
+        prompt = await prepared(
+            engine, kind, **(fields if kind == "chat" else {"prompt": "hi"}), max_tokens=4
+        )
+        answer = prompt.answer(IDENTITY)
+        chunks = [_plain(message) async for message in answer.chunks(legs(engine, prompt))]
+        for message in [*chunks, _plain(answer.whole())]:
+            assert message["id"].endswith(IDENTITY.id)
+            assert message["created"] == IDENTITY.created
 
     async def test_every_token_comes_once_and_is_counted_once(self, engine: Engine) -> None:
         deltas = await leg_of(engine, PROMPT, max_new_tokens=100)

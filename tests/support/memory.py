@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Mapping
 
-from inferbus.schemas.errors import BusUnavailable
+from inferbus.schemas.errors import BusUnavailable, PayloadTooLarge
 from inferbus.schemas.headers import MSG_ID
 from inferbus.workers.bus.interface import PubAck, Stored
 
@@ -97,6 +97,19 @@ class MemoryBroker:
     def _check(self) -> None:
         if self.away:
             raise BusUnavailable("NATS is away")
+
+
+class BoundedBroker(MemoryBroker):
+    """Refuses large messages, as the connection does."""
+
+    max_payload = 10_000
+
+    def send(
+        self, subject: str, data: bytes, headers: Mapping[str, str] | None = None, *, reply: str = ""
+    ) -> None:
+        if len(data) > self.max_payload:
+            raise PayloadTooLarge(f"the message has {len(data)} bytes; the server takes {self.max_payload}")
+        super().send(subject, data, headers, reply=reply)
 
 
 class MemoryDelivery:

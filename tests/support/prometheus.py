@@ -33,6 +33,11 @@ class Scrape:
         )
 
     @property
+    def series(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+        """Every sample by its name and labels."""
+        return {(sample.name, frozenset(sample.labels.items())): sample.value for sample in self._samples}
+
+    @property
     def labels(self) -> set[str]:
         """Every label of ours."""
         ours = (sample for sample in self._samples if sample.name.startswith("inferbus_"))

@@ -23,7 +23,7 @@ from inferbus.schemas.answers import TokenAnswer, TokenChunk
 from inferbus.schemas.errors import ErrorBody, from_body
 from inferbus.schemas.fleet import Role
 from inferbus.schemas.requests import AnyRequest
-from inferbus.workers.engine.interface import Delta, EngineInfo, EngineLoad, Leg
+from inferbus.workers.engine.interface import AnswerIdentity, Delta, EngineInfo, EngineLoad, Leg
 from tests.support.engine_host import Channel
 
 # What a two-core machine needs for several engines at once, measured: one compute thread each. Nothing counts
@@ -182,9 +182,9 @@ class RemotePrompt:
         """As the interface says."""
         return msgspec.structs.replace(self._legs[index], rid=rid)
 
-    def answer(self) -> RemoteAnswer:
+    def answer(self, identity: AnswerIdentity | None = None) -> RemoteAnswer:
         """As the interface says."""
-        return RemoteAnswer(self._engine, self._id)
+        return RemoteAnswer(self._engine, self._id, identity or AnswerIdentity.new())
 
     def resumed(self, token_ids: list[int], text: str) -> RemotePrompt | None:
         """As the interface says: a job of these tests starts anew."""
@@ -194,14 +194,15 @@ class RemotePrompt:
 class RemoteAnswer:
     """`AnswerFormatter` that is formatted in the engine's process."""
 
-    def __init__(self, engine: RemoteEngine, prompt: int) -> None:
+    def __init__(self, engine: RemoteEngine, prompt: int, identity: AnswerIdentity) -> None:
         self._engine = engine
         self._prompt = prompt
+        self._identity = identity
         self._whole: Any = None
 
     async def chunks(self, deltas: AsyncIterable[Delta]) -> AsyncGenerator[msgspec.Struct | bytes, None]:
         """As the interface says."""
-        async with self._engine.call(do="answer", prompt=self._prompt) as channel:
+        async with self._engine.call(do="answer", prompt=self._prompt, identity=self._identity) as channel:
             feeding = asyncio.create_task(_feed(channel, deltas))
             try:
                 while "message" in (frame := _checked(await channel.receive())):

@@ -51,6 +51,8 @@ class Responder:
     ) -> None:
         """Sends messages as they are."""
         for message in messages:
+            if to.startswith("infer.stream.") and isinstance(message, dict) and "job" in message:
+                message = {**message, "job": to.rpartition(".")[2]}
             await self.nc.publish(to, encode(message, kind), headers=dict(headers) if headers else None)
         await self.nc.flush()
 
@@ -84,6 +86,7 @@ class Responder:
     ) -> None:
         """Stores a result: a chat answer with a text, or a body as it is."""
         body = chat_answer(answer, attempt=attempt) if isinstance(answer, str) else answer
+        body = {**body, "job": job}
         headers = {
             "Infer-Status": "error" if "error" in body else "ok",
             "Infer-Attempt": str(attempt),

@@ -122,7 +122,8 @@ class Server:
         """Stores a message where a stream takes its subject, and hands it to subscribers.
 
         Returns:
-            None where another message was expected to be the subject's newest, or no stream takes it.
+            None where another message was expected to be the subject's newest, or no stream takes it, or has
+            no room for it.
         """
         family = subject.split(".")[1]
         name = next((name for name, families in FAMILIES.items() if family in families), None)
@@ -138,12 +139,11 @@ class Server:
         newest = stream.subjects.get(subject)
         if expect is not None and (newest[-1].sequence if newest else 0) != expect:
             return None
+        if name == CANCEL and newest and len(newest) >= CANCELS_KEPT:
+            return None
         message = stream.add(subject, data, headers, self.time.wall())
         if named is not None:
             stream.ids[named] = (self.time.now, message.sequence)
-        if name == CANCEL:
-            for old in stream.subjects[subject][:-CANCELS_KEPT]:
-                stream.remove(old)
         self._tell(message)
         if name == JOBS:
             consumer = self._consumer(message)

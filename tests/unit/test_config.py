@@ -102,6 +102,9 @@ def test_all_problems_are_told_together_each_with_its_source(tmp_path: Path) -> 
         ({"prefill_timeout": 301}, "at most 300"),
         ({"nats_tls_ca": "/none"}, "no such file"),
         ({"max_attempts": 1.5}, "worker.max_attempts"),
+        ({"worker": "a\nb"}, "worker.worker (flag --worker): must be printable text"),
+        ({"worker": "\N{LATIN SMALL LETTER U WITH DIAERESIS}" * 65}, "worker.worker (flag --worker)"),
+        ({"served_model": "x" * 129}, "worker.served_model (flag --served-model): a model name"),
     ],
 )
 def test_what_cannot_be_used_is_named(flags: dict[str, Any], message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import json
 from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
@@ -60,6 +61,11 @@ class Bench:
             time=self.broker.now(),
         )
         return MemoryDelivery(message, attempt)
+
+    async def begun(self, attempts: int, *, sequence: int = 7, job: str = "j1") -> None:
+        """So many attempts at a job began before, and left nothing but that."""
+        fields = {headers.BEGUN: str(attempts), headers.ATTEMPT: str(attempts)}
+        await self.broker.store(SUBJECTS.attempts("acme", job, sequence), b"", fields)
 
     async def handle(self, delivery: MemoryDelivery) -> tuple[str, object]:
         await self.deliveries.handle(delivery)
@@ -136,12 +142,16 @@ async def test_the_result_is_stored_before_the_end_mark_and_the_acknowledgement(
     assert stored_when_acked == [1]
 
 
-async def test_a_redelivered_job_whose_result_is_stored_is_only_acknowledged() -> None:
+async def test_a_redelivered_job_whose_result_is_stored_does_not_run_and_its_readers_are_told() -> None:
+    """Whoever stored it may have died before it sent the answer."""
     bench = Bench(answer)
     await bench.handle(bench.job())
     sent = len(bench.broker.sent)
     assert await bench.handle(bench.job(attempt=2)) == ("ack", None)
-    assert (bench.runs, len(bench.results), len(bench.broker.sent)) == (1, 1, sent)
+    assert (bench.runs, len(bench.results)) == (1, 1)
+    whole, end = bench.broker.sent[sent:]
+    assert whole.data == bench.results[0].data
+    assert (end.headers[headers.STATUS], end.headers[headers.ATTEMPT]) == ("ok", "1")
 
 
 async def test_a_later_submission_with_the_same_id_is_run_and_stores_its_own_result() -> None:
@@ -188,7 +198,30 @@ async def test_a_second_owner_cannot_store_a_second_result() -> None:
     go_on.set()
     await asyncio.gather(stale, owner)
     assert len(bench.results) == 1
-    assert bench.ends == ["ok"]
+    assert set(bench.ends) == {"ok"}
+
+
+async def test_the_readers_of_an_owner_that_stalled_hear_its_result_from_its_successor() -> None:
+    started, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(attempt: Attempt, reply: Reply) -> bytes:
+        if attempt.number == 1:
+            stalled.stale = True
+            return b'{"by":"1"}'
+        started.set()
+        await go_on.wait()
+        return b'{"by":"2"}'
+
+    bench = Bench(slow)
+    stalled, successor = bench.job(attempt=1), bench.job(attempt=2)
+    owner = asyncio.create_task(bench.deliveries.handle(successor))
+    await started.wait()
+    await bench.deliveries.handle(stalled)
+    assert [result.data for result in bench.results] == [b'{"by":"1"}']
+    assert not bench.broker.sent
+    go_on.set()
+    await owner
+    assert [message.data for message in bench.broker.sent] == [b'{"by":"1"}', b""]
 
 
 @pytest.mark.parametrize(
@@ -244,6 +277,7 @@ async def test_an_attempts_number_is_above_all_that_readers_have_seen() -> None:
 
 async def test_the_last_failed_attempt_becomes_a_dead_letter_a_result_and_a_term() -> None:
     bench = Bench(failing(EngineFailed("cuda")), attempts=2)
+    await bench.begun(1)
     assert await bench.handle(
         bench.job(attempt=2, found={headers.TRACEPARENT: "00-x", "Nats-Expected-Stream": "INFER_JOBS"})
     ) == (
@@ -281,9 +315,34 @@ async def test_a_job_that_came_too_often_without_being_tried_has_its_last_attemp
 
 
 async def test_what_may_be_tried_once_is_not_tried_again() -> None:
-    bench = Bench(answer, attempts=1)
+    bench = Bench(dying, attempts=1)
+    await bench.dies(bench.job(attempt=1))
     assert await bench.handle(bench.job(attempt=2)) == ("term", "attempts_exhausted")
-    assert bench.runs == 0
+    assert bench.runs == 1
+
+
+@pytest.mark.parametrize("attempts", [1, 2, 5])
+async def test_a_job_that_was_delivered_again_and_again_and_never_began_is_tried(attempts: int) -> None:
+    bench = Bench(answer, attempts=attempts)
+    assert await bench.handle(bench.job(attempt=9)) == ("ack", None)
+    assert bench.runs == 1
+    assert bench.results[0].headers[headers.STATUS] == "ok"
+
+
+async def test_a_job_that_fails_has_all_its_attempts_however_often_it_was_put_back_between() -> None:
+    bench = Bench(failing(EngineFailed("cuda")), attempts=3)
+    for attempt in (4, 9):
+        assert (await bench.handle(bench.job(attempt=attempt)))[0] == "nak"
+    assert await bench.handle(bench.job(attempt=17)) == ("term", "engine_failed")
+    assert bench.runs == 3
+
+
+async def test_a_job_whose_answers_go_to_an_inbox_has_its_failures_counted() -> None:
+    """They leave nothing in the stream of chunks."""
+    bench = Bench(failing(EngineFailed("cuda")), attempts=2)
+    found = {headers.REPLY_TO: "_INBOX.x"}
+    assert (await bench.handle(bench.job(attempt=1, found=found)))[0] == "nak"
+    assert await bench.handle(bench.job(attempt=2, found=found)) == ("term", "engine_failed")
 
 
 async def test_last_attempts_of_jobs_whose_workers_died_are_made_one_at_a_time() -> None:
@@ -294,6 +353,8 @@ async def test_last_attempts_of_jobs_whose_workers_died_are_made_one_at_a_time()
         return b"{}"
 
     bench = Bench(slow, attempts=3)
+    await bench.begun(2)
+    await bench.begun(2, sequence=8, job="j2")
     first = asyncio.create_task(bench.handle(bench.job(attempt=3, sequence=7)))
     await eventually(lambda: bench.runs == 1)
     second = bench.job(attempt=4, sequence=8, found={headers.JOB_ID: "j2"})
@@ -307,6 +368,9 @@ async def test_last_attempts_of_jobs_whose_workers_died_are_made_one_at_a_time()
 
 async def test_a_job_that_waits_for_its_last_attempt_can_be_cancelled_and_expires() -> None:
     bench = Bench(dying, attempts=3)
+    await bench.begun(2, job="j2")
+    await bench.begun(2, sequence=8)
+    await bench.begun(2, sequence=9)
     first = asyncio.create_task(bench.handle(bench.job(attempt=3, sequence=7, found={headers.JOB_ID: "j2"})))
     await eventually(lambda: bench.runs == 1)
     late = bench.job(attempt=3, sequence=8, found={headers.DEADLINE: "5"})
@@ -411,6 +475,30 @@ async def test_a_job_that_was_cancelled_while_queued_never_runs() -> None:
     assert await bench.handle(delivery) == ("ack", None)
     assert bench.runs == 0
     assert bench.ends == ["cancelled"]
+
+
+@pytest.mark.parametrize("forwarded", [True, False])
+async def test_what_the_server_sends_for_somebody_is_no_cancel(forwarded: bool) -> None:
+    """A client can have an acknowledgement, or its own message, sent to another owner's cancel subject."""
+    bench = Bench(answer)
+    delivery = bench.job()
+    bench.broker.seconds = 5
+    await bench.broker.store(
+        SUBJECTS.cancel("acme", "j1"), b"" if forwarded else b'{"stream":"INFER_JOBS","seq":1}'
+    )
+    marks = bench.broker.streams["INFER_CANCEL"]
+    marks[-1] = msgspec.structs.replace(marks[-1], forwarded=forwarded)
+    assert await bench.handle(delivery) == ("ack", None)
+    assert bench.ends == ["ok"]
+
+
+async def test_a_job_that_the_server_forwarded_for_somebody_does_not_run() -> None:
+    bench = Bench(answer)
+    delivery = bench.job()
+    delivery.message = msgspec.structs.replace(delivery.message, forwarded=True)
+    assert (await bench.handle(delivery))[0] == "term"
+    assert bench.runs == 0
+    assert not bench.results
 
 
 async def test_a_running_job_ends_when_it_is_cancelled() -> None:
@@ -535,11 +623,48 @@ async def test_a_stale_owners_finished_result_counts_but_its_readers_hear_no_mor
     assert bench.ends == []
 
 
-async def test_an_unreadable_subject_is_terminated() -> None:
+@pytest.mark.parametrize(
+    "subject",
+    [
+        "infer.jobs.m.urgent.acme.tokens",
+        "infer.jobs.m.batch.live.tokens",
+        "infer.jobs.m.batch.a=2e.tokens",
+        "infer.jobs.m.batch.tokens",
+    ],
+)
+async def test_a_job_whose_owner_cannot_be_told_becomes_a_dead_letter(subject: str) -> None:
+    bench = Bench(answer)
+    delivery = bench.job(found={"X-Odd name": "a\x0bb\x9b", "Café": "ü\udcff"})
+    delivery.message = msgspec.structs.replace(delivery.message, subject=subject)
+    assert await bench.handle(delivery) == ("term", "invalid_subject")
+    [letter] = bench.dead
+    assert letter.subject == "infer.dead.m.unknown"
+    assert (letter.data, letter.headers[headers.SUBJECT]) == (BODY, subject)
+    assert letter.headers[headers.REASON] == "invalid_subject"
+    assert letter.headers["X-Odd%20name"] == "a%0Bb%C2%9B"
+    assert letter.headers["Caf%C3%A9"] == "ü%ED%B3%BF"
+    assert bench.runs == 0
+
+
+async def test_a_job_of_an_unknown_kind_has_an_error_as_its_result() -> None:
     bench = Bench(answer)
     delivery = bench.job()
-    delivery.message = msgspec.structs.replace(delivery.message, subject="infer.jobs.m.urgent.acme.tokens")
-    assert await bench.handle(delivery) == ("term", "invalid_subject")
+    delivery.message = msgspec.structs.replace(delivery.message, subject="infer.jobs.m.batch.acme.embeddings")
+    assert await bench.handle(delivery) == ("ack", None)
+    [result] = bench.results
+    assert json.loads(result.data)["error"]["code"] == "invalid_subject"
+    assert bench.ends == ["error"]
+
+
+async def test_a_job_is_given_back_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(answer)
+
+    async def broken(*_: object) -> None:
+        raise KeyError("defect")
+
+    monkeypatch.setattr(bench.broker, "last", broken)
+    ended, _ = await bench.handle(bench.job())
+    assert ended == "nak"
 
 
 async def test_the_stream_sequence_is_the_id_of_a_job_without_one() -> None:

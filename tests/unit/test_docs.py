@@ -58,7 +58,9 @@ def everything_counted() -> Metrics:
     """Metrics with at least one sample of each."""
     metrics = Metrics("both", ScriptedEngine().info)
     bus: Any = SimpleNamespace(connected=True, reconnects=0, writer=SimpleNamespace(sent=0, dropped=0))
-    metrics.watch(lambda: Load(slots=1), bus)
+    clock: Any = SimpleNamespace(skew=0.0)
+    metrics.watch(lambda: Load(slots=1), bus, clock)
+    metrics.room = {"INFER_RESULTS": (1, 2)}
     attempt: Any = SimpleNamespace(kind="chat", job_class="batch", durable=True, number=2)
     outcome: Any = SimpleNamespace(
         attempt=attempt, status="ok", code=None, first_chunk=0.1, chunks=1, queued=1, admitted_after=0

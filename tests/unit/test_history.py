@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import msgspec
+import pytest
 
 from inferbus.schemas import headers
 from inferbus.schemas.headers import Continuation
@@ -31,6 +32,35 @@ def message(
         sequence=1,
         time=NOW,
     )
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        b"[1,2]",
+        b'{"attempt":null,"seq":0,"token_ids":[5]}',
+        b'{"attempt":1,"seq":"0","token_ids":[5]}',
+        b'{"attempt":1,"seq":0,"token_ids":{"a":1}}',
+        b'{"attempt":1,"seq":0,"token_ids":["x"]}',
+        b'{"attempt":1,"seq":0,"choices":[null]}',
+        b'{"attempt":1,"seq":0,"choices":[{"delta":{"content":{}}}]}',
+        b'{"attempt":1,"seq":0,"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b"\x91" * 100_000,
+        b"\xff\xfe",
+        b'{"stream":"INFER_JOBS","seq":5}',
+    ],
+)
+def test_whatever_else_is_on_a_jobs_subject_is_passed_over(odd: bytes) -> None:
+    stored = [msgspec.structs.replace(message({}), data=odd), message(tokens(1, 0, 5))]
+    for order in (stored, stored[::-1]):
+        points = resume_points(order, submission=7, before=2)
+        assert [point.token_ids for point in points] in ([[5]], [])
+
+
+def test_a_chunk_that_the_server_forwarded_for_somebody_is_passed_over() -> None:
+    forged = msgspec.structs.replace(message(tokens(1, 0, 666)), forwarded=True)
+    points = resume_points([forged, message(tokens(1, 0, 5))], submission=7, before=2)
+    assert [point.token_ids for point in points] == [[5]]
 
 
 def tokens(attempt: int, seq: int, *ids: int, **more: Any) -> dict[str, Any]:
@@ -114,3 +144,45 @@ def test_end_marks_events_and_nonsense_are_passed_over() -> None:
     event = message({"job": "j", "attempt": 1, "retrying": {"code": "draining"}})
     stored = [message(tokens(1, 0, 5)), event, message(None), nonsense, message(json.loads("[]") or {})]
     assert len(resume_points(stored, submission=7, before=2)) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"attempt": None},
+        {"attempt": "1"},
+        {"attempt": 0},
+        {"seq": -1},
+        {"seq": None},
+        {"token_ids": [None]},
+        {"token_ids": "ab"},
+        {"choices": [None]},
+        {"choices": [{"delta": 1}]},
+        {"choices": [{"text": 1}]},
+        {"index": "0"},
+    ],
+)
+@pytest.mark.parametrize("msgpack", [False, True])
+def test_a_stored_chunk_that_no_worker_sends_is_passed_over(change: dict[str, Any], msgpack: bool) -> None:
+    stored = [message(tokens(1, 0, 5)), message(tokens(1, 1, 6) | change, msgpack=msgpack)]
+    found = resume_points(stored, submission=7, before=2)
+    assert [point.token_ids for point in found] == [[5]]
+
+
+def test_a_chunk_that_is_nested_without_end_is_passed_over() -> None:
+    deep = Stored(
+        subject="infer.stream.acme.j",
+        data=b'{"attempt":1,"seq":1,"logprobs":' + b"[" * 50_000,
+        headers={headers.SUBMISSION: "7"},
+        sequence=1,
+        time=NOW,
+    )
+    assert len(resume_points([message(tokens(1, 0, 5)), deep], submission=7, before=2)) == 1
+
+
+def test_a_chain_of_very_many_attempts_is_followed() -> None:
+    stored = [message(tokens(1, 0, 5))] + [
+        message(tokens(n, 0, 5), found={headers.CONTINUES: f"{n - 1}:1"}) for n in range(2, 3_000)
+    ]
+    [latest, *_] = resume_points(stored, submission=7, before=3_000)
+    assert latest.token_ids == [5] * 2_999

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import subprocess
 import sys
@@ -36,7 +37,7 @@ from tests.support.prometheus import Scrape, scrape
 SUBJECTS = Subjects()
 BODY = b'{"token_ids":[1,2]}'
 ENGINE = ScriptedEngine(role="both", model="m").info
-LABELS = {"role", "model", "kind", "class", "status", "code", "outcome", "le", "version", "engine"}
+LABELS = {"role", "model", "kind", "class", "status", "code", "outcome", "le", "version", "engine", "stream"}
 
 Answer = Callable[[Work], Awaitable[bytes]]
 
@@ -161,6 +162,37 @@ async def test_a_job_that_is_given_up_counts_as_retried_and_then_as_dead() -> No
     assert told("inferbus_requests_total", cls="batch", status="error", code="engine_failed") == 2
 
 
+async def test_every_series_that_moves_was_there_at_0_so_that_rates_see_its_first_event() -> None:
+    bench = Bench(failing(EngineFailed("no")))
+    prefill = Metrics("prefill", ENGINE)
+    before = bench.told.series | told(prefill).series
+    assert not any(value for (name, _), value in before.items() if name.startswith("inferbus_"))
+    await bench.job(attempt=1)
+    await bench.job(attempt=2)
+    bench.runner.refuse(bench.envelope(), Overloaded("full"))
+    await bench.live(b"not JSON")
+    streaming = Bench(three_chunks)
+    await streaming.live()
+    await streaming.job()
+    prefill.handed_off(0.1, None, Transfer(seconds=0.1, bytes=1))
+    prefill.handed_off(0.1, "prefill_failed", None)
+    prefill.turned_away("overloaded")
+    after = bench.told.series | told(prefill).series | streaming.told.series
+    moved = {series for series, value in after.items() if series[0].startswith("inferbus_") and value}
+    assert len(moved) > 20
+    assert moved <= before.keys()
+
+
+def test_every_documented_query_has_series_from_the_start() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
+    selectors = re.findall(r"rate\((inferbus_\w+)(?:\{([^}]*)\})?\[", text)
+    assert len(selectors) >= 6
+    from_start = told(Metrics("both", ENGINE)).series | told(Metrics("prefill", ENGINE)).series
+    for name, labels in selectors:
+        wanted = set(re.findall(r'(\w+)="([^"]*)"', labels))
+        assert any(name == found and wanted <= given for found, given in from_start), (name, labels)
+
+
 def test_hand_offs_count_with_their_transfers() -> None:
     metrics = Metrics("prefill", ENGINE)
     metrics.handed_off(0.5, None, Transfer(seconds=0.003, bytes=100_000))
@@ -182,7 +214,8 @@ def test_how_busy_the_worker_is_is_looked_up_when_asked() -> None:
     metrics = Metrics("decode", ENGINE)
     load = Load(slots=8)
     bus: Any = SimpleNamespace(connected=True, reconnects=0, writer=SimpleNamespace(sent=5, dropped=0))
-    metrics.watch(lambda: load, bus)
+    clock: Any = SimpleNamespace(skew=75.0)
+    metrics.watch(lambda: load, bus, clock)
     assert told(metrics)("inferbus_slots") == 8
     assert told(metrics)("inferbus_nats_connected") == 1
     load = Load(slots=8, busy=3, running=2, waiting=1, kv_used=77)
@@ -193,6 +226,7 @@ def test_how_busy_the_worker_is_is_looked_up_when_asked() -> None:
     assert found("inferbus_engine_kv_tokens") == ENGINE.capacity.kv_tokens
     assert found("inferbus_nats_connected") == 0
     assert found("inferbus_messages_dropped_total") == 4
+    assert found("inferbus_clock_skew_seconds") == 75
     assert found("inferbus_worker_info", engine="scripted") == 1
 
 

@@ -429,3 +429,21 @@ def test_one_hot_prefix_does_not_swamp_its_worker() -> None:
             counts[worker] = counts.get(worker, 0) + 1
     assert max(counts.values()) <= 13
     assert len(counts) == 4
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"\xc1", b"\x91" * 50_000, b"\x82\xa4type\xa8accepted\xa6worker\xa2\xff\xfe", b"\x80", b"\x01"],
+    ids=["empty", "no-type", "deep", "not-utf-8", "no-fields", "number"],
+)
+async def test_an_answer_to_a_hand_off_that_cannot_be_read_ends_it_and_another_worker_is_tried(
+    answer: bytes,
+) -> None:
+    transport = FakeTransport(lambda order, worker: done(order, worker) if len(transport.asked) > 1 else [])
+    engine = FakeEngine()
+    waiting = asyncio.create_task(run(paired(engine, transport, "p1", "p2")))
+    await eventually(lambda: bool(transport.asked))
+    transport.answers[transport.asked[0][1].rid].put_nowait(answer)
+    await waiting
+    assert len({worker for worker, _ in transport.asked}) == 2
+    assert not transport.open

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -124,3 +125,46 @@ async def test_an_aborted_hand_off_frees_its_slot_even_if_it_had_not_begun(betwe
         await eventually(lambda: engine.running == 1)
     bus.deliver(Message("s", codec.encode(handoff.Abort(rid=RID), codec.MSGPACK), {}, ""))
     await eventually(lambda: slots.busy == engine.running == 0)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        b"\x91" * 50_000,
+        codec.encode({"type": "prefill"}, codec.MSGPACK),
+        codec.encode({"type": "abort", "rid": "\x00"}, codec.MSGPACK),
+        b"\x82\xa4type\xa5abort\xa3rid\xa2\xff\xfe",
+        b"\x82\xa4type\xa5abort\xa3rid\xcf" + b"\xff" * 8,
+    ],
+    ids=["empty", "no-type", "deep", "without-fields", "bad-id", "not-utf-8", "number"],
+)
+async def test_a_hand_off_that_cannot_be_read_costs_no_slot(data: bytes) -> None:
+    engine, bus, slots = ScriptedEngine(role="prefill"), _Bus(), admitting.slots(1)
+    prefill = PrefillProgram(bus, engine, slots, SETTINGS, ENDPOINTS)  # type: ignore[arg-type]
+    await prefill.start()
+    bus.deliver(Message("s", data, {}, "_INBOX.x"))
+    bus.deliver(order_for(engine))
+    await eventually(lambda: len(bus.said) == 2)
+    assert isinstance(bus.said[1], handoff.Done)
+
+
+async def test_a_hand_off_whose_engine_fails_in_every_way_frees_its_slot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine whose abort fails as well: the slot must not depend on it."""
+
+    def broken(*_: object) -> None:
+        raise KeyError("defect")
+
+    engine, bus, slots = ScriptedEngine(role="prefill"), _Bus(), admitting.slots(1)
+    monkeypatch.setattr(engine, "generate", broken)
+    monkeypatch.setattr(engine, "abort", broken)
+    prefill = PrefillProgram(bus, engine, slots, SETTINGS, ENDPOINTS)  # type: ignore[arg-type]
+    await prefill.start()
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    for rid in ("a" * 32, "b" * 32):
+        bus.deliver(order_for(engine, rid))
+        await eventually(lambda rid=rid: bus.told.get(rid) == ["Accepted", "Failed"])
+        await eventually(lambda: not slots.full)

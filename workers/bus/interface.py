@@ -12,6 +12,8 @@ from typing import Protocol
 
 import msgspec
 
+from inferbus.schemas.objects import ObjectRef
+
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):
     """One message of a stream.
@@ -22,6 +24,10 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
         headers: Its headers; empty where it has none.
         sequence: Its stream sequence.
         time: When the server stored it; aware.
+        forwarded: The server stored it on somebody's behalf, as the answer to another message. It is never a
+            job, cancel mark, chunk, result or announcement.
+        undecodable: The header block as received, where it or the subject is no text; the subject is escaped
+            then.
     """
 
     subject: str
@@ -29,6 +35,8 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     headers: Mapping[str, str]
     sequence: int
     time: dt.datetime
+    forwarded: bool = False
+    undecodable: bytes | None = None
 
 
 class PubAck(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +90,36 @@ class Delivery(Protocol):
 
     async def term(self, reason: str) -> None:
         """Never deliver it again; `reason` goes into the server's advisory."""
+        ...
+
+
+class ObjectStore(Protocol):
+    """Where bodies over the server's payload limit are kept, in parts; see `inferbus.schemas.objects`."""
+
+    async def store(self, owner: str, data: bytes) -> ObjectRef:
+        """Stores a body; the reference is valid once this returns.
+
+        Raises:
+            PayloadTooLarge: Over `limits.OBJECT_BYTES`; nothing was stored.
+            BusUnavailable: It was not taken.
+        """
+        ...
+
+    async def fetch(self, owner: str, reference: ObjectRef) -> bytes:
+        """An object's content, checked against its digest.
+
+        Raises:
+            InvalidRequest: Parts are missing, or the content is not what the reference describes.
+            BusUnavailable: The server did not answer.
+        """
+        ...
+
+    async def remove(self, owner: str, reference: ObjectRef) -> None:
+        """Removes an object.
+
+        Raises:
+            BusUnavailable: The server did not answer, or does not allow it.
+        """
         ...
 
 

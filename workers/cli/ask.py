@@ -14,6 +14,7 @@ from inferbus.schemas.answers import TokenChunk
 from inferbus.schemas.errors import NoWorker, UndecodableBody
 from inferbus.workers.cli.options import Command, settings_options
 from inferbus.workers.cli.running import OWNER_ENV, model_or_only, with_client
+from inferbus.workers.cli.tables import printable
 from inferbus.workers.cli.text import print_json, read_text
 from inferbus.workers.client import AnswerStream, Client, LiveStream, Restarted, Stats, text
 from inferbus.workers.client.models import unserved
@@ -125,9 +126,9 @@ async def show(answer: AnswerStream[Any], *, as_json: bool, quiet: bool) -> int:
     else:
         await _show_text(answer)
     for warning in answer.warnings:
-        click.echo(f"warning: {warning}", err=True)
+        click.echo(printable(f"warning: {warning}"), err=True)
     if not quiet:
-        click.echo(Stats.of(answer).line(), err=True)
+        click.echo(printable(Stats.of(answer).line()), err=True)
     return 0
 
 

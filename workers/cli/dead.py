@@ -10,7 +10,7 @@ import click
 from inferbus.schemas.errors import CallerError
 from inferbus.workers.cli.options import Command, settings_options
 from inferbus.workers.cli.running import EXIT_FAILED, print_error, with_client
-from inferbus.workers.cli.tables import moment, print_table, printable, size, span
+from inferbus.workers.cli.tables import moment, print_table, printable, readable, size, span
 from inferbus.workers.cli.text import print_json
 from inferbus.workers.client import Client
 from inferbus.workers.client.operator import Operator
@@ -66,7 +66,7 @@ def show(seq: int, body: bool, **options: Any) -> int:
             click.echo(printable(f"{name}: {value}"))
         if body:
             click.echo()
-            click.echo(stored.data)
+            click.echo(readable(stored.data))
         return 0
 
     return with_client(options, work)

@@ -1,19 +1,23 @@
-"""`inferbus workers` and `health`: the announced workers, and whether one is ready."""
+"""`inferbus workers` and `health`: the announced workers, what they do, and whether one is ready."""
 
 from __future__ import annotations
 
 import socket
-from typing import Any, get_args
+import textwrap
+from typing import Any, Final, get_args
 
 import click
 
 from inferbus.schemas.fleet import Role, WorkerInfo
+from inferbus.workers.bus.fleet.condition import examine
 from inferbus.workers.cli.options import Command, settings_options
 from inferbus.workers.cli.queues import paused_lines
-from inferbus.workers.cli.running import EXIT_FAILED, print_error, with_client
+from inferbus.workers.cli.running import EXIT_FAILED, print_error, warn, with_client
 from inferbus.workers.cli.tables import print_table, printable
 from inferbus.workers.cli.text import print_json
 from inferbus.workers.client import Client
+
+LONGEST_REASON: Final = 300
 
 
 @click.command(cls=Command)
@@ -31,8 +35,11 @@ def workers(as_json: bool, **options: Any) -> int:
             print_table(columns, map(_row, announced))
         else:
             click.echo("no worker is announced", err=True)
-        for line in [] if as_json else await paused_lines(client.bus):
-            click.echo(printable(line), err=True)
+        if not as_json:
+            lines = await paused_lines(client.bus)
+            lines += [f"warning: {each.text}" for each in (await examine(client.bus, announced)).troubles]
+            for line in lines if announced else []:
+                click.echo(printable(line), err=True)
         return 0
 
     return with_client(options, work)
@@ -48,16 +55,22 @@ def health(worker: str | None, here: bool, model: str | None, role: str | None, 
     """Tell whether a worker is ready.
 
     Exits with 0 if NATS answers and a matching worker is ready, else with 1 and one line that says why.
-    Without options any worker counts.
+    Without options any worker counts. The health of all (neither --worker nor --here) includes the streams:
+    one that is missing or full, or has lost a consumer, is a failure, one that is nearly full a warning.
     """
     wanted = {"worker": worker, "model": model, "role": role, "host": socket.gethostname() if here else None}
 
     async def work(client: Client) -> int:
-        matching = [info for info in await client.workers() if _matches(info, wanted)]
+        announced = await client.workers()
+        matching = [info for info in announced if _matches(info, wanted)]
         if any(info.state == "ready" for info in matching):
-            return 0
+            # Not for one worker, which could not help it, and whose supervisor asks often.
+            found = [] if worker or here else (await examine(client.bus, announced)).troubles
+            for each in found:
+                (print_error if each.serious else warn)(printable(each.text))
+            return EXIT_FAILED if any(each.serious for each in found) else 0
         states = ", ".join(_state(info) for info in matching)
-        print_error(f"not ready: {states}" if states else "no such worker is announced")
+        print_error(printable(f"not ready: {states}") if states else "no such worker is announced")
         return EXIT_FAILED
 
     return 0 if with_client(options, work) == 0 else EXIT_FAILED
@@ -68,7 +81,12 @@ def _matches(info: WorkerInfo, wanted: dict[str, str | None]) -> bool:
 
 
 def _state(info: WorkerInfo) -> str:
-    return f"{info.worker} {info.state}" + (f" ({info.reason})" if info.reason else "")
+    return f"{info.worker} {info.state}" + (f" ({_reason(info)})" if info.reason else "")
+
+
+def _reason(info: WorkerInfo) -> str:
+    """Short enough for a line."""
+    return textwrap.shorten(info.reason or "", LONGEST_REASON, placeholder=" …")
 
 
 def _kv_share(info: WorkerInfo) -> str:
@@ -82,7 +100,7 @@ def _row(info: WorkerInfo) -> tuple[object, ...]:
         info.model,
         info.role,
         info.worker,
-        info.state if not info.reason else f"{info.state}: {info.reason}",
+        info.state if not info.reason else f"{info.state}: {_reason(info)}",
         f"{info.load.busy}/{info.load.slots}",
         info.load.queued,
         _kv_share(info),

@@ -12,6 +12,7 @@ import click
 
 from inferbus.schemas.errors import BusUnavailable, InferbusError, NoWorker
 from inferbus.workers.cli.options import settings_of
+from inferbus.workers.cli.tables import printable
 from inferbus.workers.client import Client, TimedOut
 from inferbus.workers.config import Settings
 from inferbus.workers.observe import logs
@@ -50,12 +51,12 @@ def exit_code(error: InferbusError) -> int:
 def print_error(error: InferbusError | str) -> None:
     """Prints an error as one line on standard error."""
     text = error if isinstance(error, str) else f"{error.code}: {error.message}"
-    click.echo(f"inferbus: {' '.join(text.split())}", err=True)
+    click.echo(printable(f"inferbus: {' '.join(text.split())}"), err=True)
 
 
 def warn(text: str) -> None:
     """Prints a warning as one line on standard error."""
-    click.echo(f"inferbus: warning: {' '.join(text.split())}", err=True)
+    click.echo(printable(f"inferbus: warning: {' '.join(text.split())}"), err=True)
 
 
 def with_client(flags: dict[str, Any], work: Work) -> int:

@@ -49,7 +49,7 @@ def worker(role: Role, scripted: Path | None, engine_flags: tuple[str, ...], **o
     """
     settings = settings_of(options)
     if scripted is not None and engine_flags:
-        raise click.UsageError(f"a scripted worker takes no SGLang flags: {' '.join(engine_flags)}")
+        raise click.UsageError(f"a scripted worker takes no SGLang flags: {_names(engine_flags)}")
     check_worker(scripted=scripted is not None)
     from inferbus.workers.roles import run
 
@@ -88,8 +88,7 @@ def up(**flags: Any) -> int:
         raise click.UsageError("--mps is for two workers that share a GPU; --aggregated starts one")
     settings, env = _worker_settings(flags)
     if flags["scripted"] is not None and flags["engine_flags"]:
-        flags_given = " ".join(flags["engine_flags"])
-        raise click.UsageError(f"scripted workers take no SGLang flags: {flags_given}")
+        raise click.UsageError(f"scripted workers take no SGLang flags: {_names(flags['engine_flags'])}")
     check_worker(scripted=flags["scripted"] is not None)
     if flags["model_path"] is None and flags["scripted"] is None:
         check_demo_model()
@@ -99,6 +98,11 @@ def up(**flags: Any) -> int:
     except StackError as error:
         click.echo(f"inferbus: {error}", err=True)
         return EXIT_FAILED
+
+
+def _names(flags: tuple[str, ...]) -> str:
+    """Flags without their values, which may be secrets."""
+    return " ".join(flag.partition("=")[0] for flag in flags if flag.startswith("-")) or "a value"
 
 
 def _worker_settings(flags: dict[str, Any]) -> tuple[WorkerSettings, dict[str, str | None]]:

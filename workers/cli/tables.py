@@ -47,6 +47,12 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
 
 
+def readable(data: bytes) -> str:
+    """A body with control characters escaped, apart from line ends and tabs; bytes that are no UTF-8 too."""
+    text = data.decode(errors="backslashreplace")
+    return "".join(char if char in "\n\t" else printable(char) for char in text)
+
+
 def size(count: int) -> str:
     """Bytes: `17 B`, `1.5 KiB`."""
     value, unit = float(count), "B"

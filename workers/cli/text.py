@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import io
+import re
 import sys
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +13,9 @@ import click
 
 from inferbus.schemas import codec
 from inferbus.schemas.errors import InferbusError, UndecodableBody
+
+_CONTROL: Final = re.compile("[\x7f-\x9f]")
+"""Control characters that JSON need not escape, and terminals obey."""
 
 _BATCH_LINE: Final = {"custom_id", "method", "url", "body"}
 """Fields of a line of OpenAI's batch files."""
@@ -25,8 +29,9 @@ def tolerate_encodings() -> None:
 
 
 def print_json(value: Any) -> None:
-    """Prints JSON in UTF-8, which is JSON's encoding on every terminal."""
-    click.echo(codec.encode(value))
+    """Prints JSON in UTF-8, which is JSON's encoding on every terminal, without control characters."""
+    text = codec.encode(value).decode()
+    click.echo(_CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text).encode())
 
 
 def read_text(given: str) -> str:

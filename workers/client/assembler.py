@@ -31,6 +31,7 @@ from inferbus.workers.client.messages import (
     ErrorMessage,
     Result,
     WholeMessage,
+    of_the_contract,
     status_error,
 )
 
@@ -148,8 +149,13 @@ class Assembler:
             attempt.end is not None for number, attempt in self._attempts.items() if number < self._newest
         )
 
+    @of_the_contract()
     def take(self, message: AnswerMessage) -> list[Event]:
-        """Takes one message, and returns the events that the user can receive now."""
+        """Takes one message, and returns the events that the user can receive now.
+
+        Raises:
+            InternalError: It does not fit together with what came before it.
+        """
         if self.final_status is not None:
             return []
         attempt = self._attempts.setdefault(message.attempt, _Attempt())
@@ -167,8 +173,13 @@ class Assembler:
         self._set_final_status(newest, events)
         return events
 
+    @of_the_contract()
     def finish(self, result: Result) -> list[Event]:
-        """Ends the answer with its stored result, and returns the part that was not delivered yet."""
+        """Ends the answer with its stored result, and returns the part that was not delivered yet.
+
+        Raises:
+            InternalError: It is not of the contract.
+        """
         if self.final_status is not None:
             return []
         self._newest = result.attempt

@@ -33,7 +33,7 @@ from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.client.bulk import answers
 from inferbus.workers.client.durable import JobStream
-from inferbus.workers.client.jobs import Job, find_job, publish_cancel, publish_job
+from inferbus.workers.client.jobs import Job, find_job, message_id, publish_cancel, publish_job
 from inferbus.workers.client.live import LiveStream
 from inferbus.workers.client.messages import Answer, Result
 from inferbus.workers.client.models import serving
@@ -239,12 +239,14 @@ class Client:
             kind: `chat`, `completions` or `tokens`.
             model: The served model name.
             body: The request, as that kind defines it.
-            job_id: The job's id; default: random. Submitting the same id again within the server's window
-                returns the job that is there, so an uncertain submission can be repeated.
+            job_id: The job's id; default: random. Submitting the same request under the same id again
+                within the server's window returns the job that is there, so an uncertain submission can be
+                repeated.
             job_class: Workers take `interactive` jobs more often than `batch` jobs.
             deadline: When the job expires, also while queued.
             stream: Whether chunks are wanted beside the result.
-            again: Submit an id that was submitted before as a new submission, within that window as well.
+            again: Submit a request that was submitted before under its id as a new submission, within that
+                window as well.
             traceparent: W3C trace context.
 
         Raises:
@@ -256,11 +258,12 @@ class Client:
         """
         job = checked_id(job_id)
         message_headers = self._headers(job, deadline, traceparent)
-        # Ids are unique per owner, but the NATS stream deduplicates over all owners.
-        message_headers[headers.MSG_ID] = secrets.token_hex(16) if again else f"{escape(self.owner)}.{job}"
         subject = self.bus.subjects.job(model, job_class, self.owner, kind)
         fields = request_body(kind, body, streamed=None if stream else False)
         data = encode_body(fields, self.content_type)
+        message_headers[headers.MSG_ID] = (
+            secrets.token_hex(16) if again else message_id(job, subject, self.content_type, data)
+        )
         ack = await publish_job(self.bus, subject, data, message_headers)
         return Job(id=job, owner=self.owner, submission=ack.sequence, model=model, duplicate=ack.duplicate)
 
@@ -297,6 +300,7 @@ class Client:
         """Stops a job wherever it is, also while queued: this submission, or with an id all up to now.
 
         Raises:
+            Overloaded: There is no room for it; the job goes on.
             BusUnavailable: The server did not take it.
         """
         await publish_cancel(self.bus, self.job(job))
@@ -357,7 +361,7 @@ class Client:
 
     async def _announcements(self) -> list[Stored]:
         try:
-            return await JetStream(self.bus).read(layout.WORKERS, entry_subject())
+            return await JetStream(self.bus).read(layout.WORKERS, entry_subject(self.bus.subjects))
         except ApiError as problem:
             if problem.status != NOT_FOUND:
                 raise

@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from inferbus.schemas.answers import TokenAnswer, TokenChunk
-from inferbus.workers.client.messages import Answer, Chunk
+from inferbus.workers.client.messages import Answer, Chunk, convert, of_the_contract
 
 _TEXTS: Final = frozenset({"content", "reasoning_content", "refusal", "text", "arguments"})
 """Strings that grow."""
@@ -119,7 +119,7 @@ def _split(chunk: Chunk) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 def _unsplit(chunk: Chunk, frame: dict[str, Any], choices: list[dict[str, Any]]) -> Chunk:
     if isinstance(chunk, dict):
         return {**frame, "choices": choices}
-    return msgspec.convert({**frame, **choices[0]}, TokenChunk)
+    return convert({**frame, **choices[0]}, TokenChunk)
 
 
 def _merge(into: dict[str, Any], node: dict[str, Any]) -> None:
@@ -220,6 +220,7 @@ def _significant(node: Any) -> bool:
     return node is not None and node != ""
 
 
+@of_the_contract()
 def to_answer(answer: AnswerSoFar) -> Answer:
     """The whole answer, in the shape of one that was not streamed."""
     if "object" not in answer.frame:
@@ -247,13 +248,16 @@ def _whole_tokens(answer: AnswerSoFar) -> TokenAnswer:
     fields = {
         "job": answer.frame.get("job", ""),
         "attempt": answer.frame.get("attempt", 1),
-        "choices": [{"finish_reason": "stop", **choice} for choice in answer.choices()],
+        "choices": [
+            choice | {"finish_reason": choice.get("finish_reason") or "stop"} for choice in answer.choices()
+        ],
         "usage": answer.usage or nothing,
         "warnings": answer.warnings,
     }
-    return msgspec.convert(fields, TokenAnswer)
+    return convert(fields, TokenAnswer)
 
 
+@of_the_contract()
 def to_chunks(answer: Answer) -> list[Chunk]:
     """A whole answer as the chunks of a stream: a choice's content, then its end, then the usage."""
     if isinstance(answer, TokenAnswer):

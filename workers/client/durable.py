@@ -13,21 +13,25 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
+import structlog
 
-from inferbus.schemas.errors import BusUnavailable
+from inferbus.schemas import headers
+from inferbus.schemas.errors import BusUnavailable, InternalError
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.connection.message import Callback, Message
 from inferbus.workers.bus.connection.subscription import Subscription
-from inferbus.workers.bus.errors import NOT_FOUND, ApiError, NotPermitted
+from inferbus.workers.bus.errors import NotPermitted
 from inferbus.workers.bus.interface import Stored
-from inferbus.workers.bus.jetstream import layout
-from inferbus.workers.bus.jetstream.client import JetStream
+from inferbus.workers.client import reads
 from inferbus.workers.client.assembler import Event, Restarted
 from inferbus.workers.client.errors import TimedOut
 from inferbus.workers.client.jobs import Job, find_job, publish_cancel
-from inferbus.workers.client.messages import Chunk, parse_message, submission_of
+from inferbus.workers.client.liveness import ASK_EVERY
+from inferbus.workers.client.messages import AnswerMessage, Chunk, parse_message, submission_of
 from inferbus.workers.client.results import FIRST_PAUSE, LAST_PAUSE, Results
 from inferbus.workers.client.stream import AnswerStream
+
+log = structlog.get_logger()
 
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
 
@@ -40,9 +44,12 @@ class JobStream(AnswerStream[Chunk | Restarted]):
     Args:
         bus: The connection.
         job: Which job.
-        timeout: Seconds of silence after which to give up reading; None: never.
+        timeout: Seconds of silence after which to give up reading, unless a worker works on it; None: never.
         spawn: Runs a coroutine in the background.
         clock: For the times and pauses.
+
+    Attributes:
+        ignored: Messages on the job's subject that are no part of this submission's answer.
     """
 
     def __init__(
@@ -63,8 +70,10 @@ class JobStream(AnswerStream[Chunk | Restarted]):
         self._job = job
         self._timeout = timeout
         self._results = Results(bus)
+        self.ignored = 0
         self._pause = FIRST_PAUSE
         self._next_read = self._last_news = self.started
+        self._next_chunk, self._reconnects = 1, bus.reconnects
 
     async def _more(self) -> list[Event]:
         if not self._chunks.active:
@@ -92,15 +101,30 @@ class JobStream(AnswerStream[Chunk | Restarted]):
         return self._assembler.missing or self._assembler.older_attempt_ended
 
     def _take(self, message: Message | Stored) -> list[Event]:
-        submission = submission_of(message.headers)
-        if submission is not None:
-            if self._job.submission is None:
-                self._job = msgspec.structs.replace(self._job, submission=submission)
-            if submission != self._job.submission:
-                return []
+        """Takes a message of this job's submission; anybody may have had others sent to its subject."""
+        parsed = self._parsed(message)
+        if parsed is None:
+            return []
         self._last_news = self._clock()
-        parsed = parse_message(message.data, message.headers)
-        return [] if parsed is None else self._assembler.take(parsed)
+        return self._assembler.take(parsed)
+
+    def _parsed(self, message: Message | Stored) -> AnswerMessage | None:
+        submission = submission_of(message.headers)
+        if message.forwarded or submission is None or self._job.submission not in (None, submission):
+            self._pass_over(message)
+            return None
+        try:
+            parsed = parse_message(message.data, message.headers, job=self._job.id)
+        except InternalError:
+            self._pass_over(message)
+            return None
+        if self._job.submission is None:
+            self._job = msgspec.structs.replace(self._job, submission=submission)
+        return parsed
+
+    def _pass_over(self, message: Message | Stored) -> None:
+        self.ignored += 1
+        log.debug("client.message_ignored", subject=message.subject, ignored=self.ignored)
 
     async def _read_stored(self, *, first: bool = False) -> list[Event]:
         """Reads the stored chunks and the result; the pauses double while nothing is new."""
@@ -119,27 +143,42 @@ class JobStream(AnswerStream[Chunk | Restarted]):
         now = self._clock()
         self._next_read = now + self._pause
         if self.final_status is None and self._timeout is not None and now - self._last_news > self._timeout:
-            raise TimedOut(f"nothing came for {self._timeout:g} s; the job goes on")
+            if not await self._worked_on():
+                raise TimedOut(f"nothing came for {self._timeout:g} s; the job goes on")
+            self._last_news = now
         return events
+
+    async def _worked_on(self) -> bool:
+        """Whether a worker says that it has the job."""
+        try:
+            subject = self._bus.subjects.alive(self._job.owner, self._job.id)
+            answer = await self._bus.request(subject, timeout=ASK_EVERY)
+        except BusUnavailable:
+            return False
+        return headers.WORKER in answer.headers
 
     async def _stored_events(self) -> list[Event]:
         chunks = await self._stored_chunks()
         if self._job.submission is None:
-            newest = max((submission_of(stored.headers) or 0 for stored in chunks), default=0)
+            known = (submission_of(stored.headers) or 0 for stored in chunks if not stored.forwarded)
+            newest = max(known, default=0)
             self._job = msgspec.structs.replace(self._job, submission=newest or None)
         events = [event for stored in chunks for event in self._take(stored)]
         if self.final_status is None and (result := await self._results.find(self._job)) is not None:
             events += self._assembler.finish(result)
         return events
 
-    async def _stored_chunks(self) -> list[Stored]:
+    async def _stored_chunks(self) -> list[Message | Stored]:
+        """The stored chunks that were not read yet."""
+        if self._reconnects != self._bus.reconnects:
+            # A stream in memory begins anew with its server.
+            self._reconnects, self._next_chunk = self._bus.reconnects, 1
         try:
-            return await JetStream(self._bus).read(layout.STREAM, self._chunks.subject)
-        except ApiError as problem:
-            if problem.status != NOT_FOUND:
-                raise
-            # A stream in memory is lost when its server restarts; the results are not.
-            return []
+            page = await reads.chunks(self._bus, self._job.owner, self._job.id, self._next_chunk)
+        except reads.Unreadable:
+            return []  # Until a worker answers; the result is read all the same.
+        self._next_chunk = page.next
+        return page.messages
 
     async def _cancel(self) -> None:
         await publish_cancel(self._bus, self._job)

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Mapping
 from typing import Final, TypeVar
+
+import structlog
 
 from inferbus.schemas.errors import InferbusError
 from inferbus.schemas.subjects import LIVE_OWNER
 from inferbus.workers.bus.connection.bus import Bus
-from inferbus.workers.bus.connection.message import Callback, Message
+from inferbus.workers.bus.connection.message import NO_RESPONDERS, Callback, Message
 from inferbus.workers.bus.errors import NotPermitted
 from inferbus.workers.client.assembler import Event
 from inferbus.workers.client.errors import AnswerLost, TimedOut
 from inferbus.workers.client.liveness import ASK_AFTER, ASK_EVERY, LivenessProbe
-from inferbus.workers.client.messages import parse_message
+from inferbus.workers.client.messages import acknowledged_by, not_taken, parse_message
 from inferbus.workers.client.stream import AnswerStream
+
+log = structlog.get_logger()
 
 C = TypeVar("C")
 
 END_GRACE: Final = 2.0
 """Seconds to wait for the end mark of an answer that is complete; afterwards the mark counts as lost."""
+
+NO_RESPONDERS_PAUSES: Final = (0.05, 0.15, 0.3)
+"""Seconds before a request that nobody was there for is sent again: a full worker may be joining again."""
 
 DENIED_AFTER: Final = 1.0
 """Seconds of silence after which to check whether the server refused the request."""
@@ -41,6 +49,8 @@ class LiveStream(AnswerStream[C]):
         super().__init__(job, arrived, self._request.release)
         self._bus = bus
         self._timeout = timeout
+        self._retries = deque(NO_RESPONDERS_PAUSES)
+        self._taker = ""
 
     def send(self, subject: str, data: bytes, headers: Mapping[str, str]) -> None:
         """Sends the request.
@@ -60,9 +70,15 @@ class LiveStream(AnswerStream[C]):
         return events
 
     async def _next_chunk(self) -> list[Event]:
-        events = self._take(await self._next_message())
+        message = await self._next_message()
+        if message.status == NO_RESPONDERS and self._retries:
+            await asyncio.sleep(self._retries.popleft())
+            self._request.repeat()
+            return []
+        self._request.forget_body()
+        events = self._take(message)
         if self._assembler.missing:
-            raise AnswerLost("part of the answer was lost on the way; send the request again")
+            raise AnswerLost(f"part of the answer was lost on the way; send the request again{self._taker}")
         return events
 
     async def _end_mark(self) -> list[Event]:
@@ -74,29 +90,43 @@ class LiveStream(AnswerStream[C]):
             return []
 
     def _take(self, message: Message) -> list[Event]:
+        if (stream := acknowledged_by(message)) is not None:
+            log.warning("client.request_stored", stream=stream, subject=self._request.subject)
+            self._taker = f"; the NATS stream {stream} stores such requests, which is no part of inferbus"
+            return []
+        if message.status == NO_RESPONDERS:
+            return self._assembler.take(not_taken())
+        if message.forwarded:
+            return []
         parsed = parse_message(message.data, message.headers)
         return [] if parsed is None else self._assembler.take(parsed)
 
     async def _next_message(self) -> Message:
-        """The next message; a long silence checks the permission and the worker."""
-        probe: LivenessProbe | None = None
-        waited, timeout = 0.0, float("inf") if self._timeout is None else self._timeout
+        """The next message; a long silence checks the permission and the worker.
+
+        While a worker says that it has the request, that is no silence.
+        """
+        timeout = float("inf") if self._timeout is None else self._timeout
+        probe = LivenessProbe(self._bus, LIVE_OWNER, self.job)
+        began = self._clock()
+        next_ask, checked = began + min(ASK_AFTER, timeout / 2), False
         try:
-            while waited < timeout:
-                pause = DENIED_AFTER if not waited else ASK_EVERY if probe else ASK_AFTER - waited
-                pause = min(pause, timeout - waited)
-                try:
-                    return await self._receive(pause)
-                except TimeoutError:
-                    self._check_permission()
-                waited += pause
-                if waited >= ASK_AFTER:
-                    probe = probe or LivenessProbe(self._bus, self.job)
+            while True:
+                now = self._clock()
+                gives_up = max(began, probe.heard) + timeout
+                if now >= gives_up:
+                    raise TimedOut(f"nothing came for {timeout:g} s{self._taker}")
+                if now >= next_ask:
                     probe.ask()
-            raise TimedOut(f"nothing came for {timeout:g} s")
+                    next_ask = now + min(ASK_EVERY, timeout / 4)
+                pause = min(next_ask, gives_up) - now
+                try:
+                    return await self._receive(pause if checked else min(pause, DENIED_AFTER))
+                except TimeoutError:
+                    checked = True
+                    self._check_permission()
         finally:
-            if probe is not None:
-                probe.close()
+            probe.close()
 
     def _check_permission(self) -> None:
         """NATS reports a refused publish on the connection, and does not answer it."""
@@ -122,10 +152,20 @@ class _Request:
         self._bus = bus
         self._job = job
         self._inbox = bus.inbox(callback)
+        self._body: tuple[bytes, Mapping[str, str]] | None = None
 
     def send(self, subject: str, data: bytes, headers: Mapping[str, str]) -> None:
         self._bus.send(subject, data, headers, reply=self._inbox.subject)
-        self.subject = subject
+        self.subject, self._body = subject, (data, headers)
+
+    def repeat(self) -> None:
+        """Sends it again: nobody has received it."""
+        if self._body is not None:
+            self.send(self.subject, *self._body)
+
+    def forget_body(self) -> None:
+        """It is not sent again."""
+        self._body = None
 
     def release(self) -> None:
         """Stops listening, and cancels the request if it is not answered."""

@@ -1,4 +1,4 @@
-"""Detects that the worker of a silent live request is gone.
+"""Detects that the worker of a silent request is gone.
 
 A worker that is killed cannot report the end of its live requests. After some seconds of silence the client
 therefore asks whether a worker still has the request; that worker answers. This distinguishes a slow worker
@@ -7,9 +7,12 @@ from a dead one.
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable
 from typing import Final
 
-from inferbus.schemas.subjects import LIVE_OWNER
+from inferbus.schemas import headers
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.connection.message import NO_RESPONDERS, Message
 from inferbus.workers.client.errors import WorkerLost
@@ -30,12 +33,21 @@ class LivenessProbe:
 
     Args:
         bus: The connection.
-        job: The request's id.
+        owner: Of the job; `live` for a live request.
+        job: Its id.
+        clock: Monotonic seconds.
+
+    Attributes:
+        heard: When a worker last said that it has it, by that clock; minus infinity before.
     """
 
-    def __init__(self, bus: Bus, job: str) -> None:
+    def __init__(
+        self, bus: Bus, owner: str, job: str, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.heard = -math.inf
         self._bus = bus
-        self._subject = bus.subjects.alive(LIVE_OWNER, job)
+        self._clock = clock
+        self._subject = bus.subjects.alive(owner, job)
         self._any_job = f"{self._subject.rpartition('.')[0]}.*"
         self._unanswered = 0
         self._inbox = bus.inbox(self._on_answer)
@@ -62,5 +74,5 @@ class LivenessProbe:
         self._inbox.close()
 
     def _on_answer(self, message: Message) -> None:
-        if message.status != NO_RESPONDERS:
-            self._unanswered = 0
+        if message.status != NO_RESPONDERS and headers.WORKER in message.headers:
+            self._unanswered, self.heard = 0, self._clock()

@@ -6,13 +6,14 @@ the shapes of the contract exclude each other. So an answer can be read with not
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final, TypeVar, get_args
 
 import msgspec
 
 from inferbus.schemas import codec, headers
-from inferbus.schemas.answers import TokenAnswer, TokenChunk
+from inferbus.schemas.answers import TokenAnswer, TokenChunk, Usage
 from inferbus.schemas.errors import (
     CallerError,
     Cancelled,
@@ -25,6 +26,7 @@ from inferbus.schemas.errors import (
     from_body,
 )
 from inferbus.schemas.headers import Continuation, Status
+from inferbus.workers.bus.connection.message import Message
 
 T = TypeVar("T")
 
@@ -38,7 +40,6 @@ HINT: Final = "a durable job waits until a worker is free"
 """What to do where no worker takes a live request."""
 
 _STATUSES: Final[dict[str, Status]] = {status: status for status in get_args(Status)}
-_NO_RESPONDERS: Final = "503"
 
 
 class ChunkMessage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -93,6 +94,53 @@ class EndMark(msgspec.Struct, frozen=True, kw_only=True):
     prefill_worker: str | None = None
 
 
+class _Call(msgspec.Struct):
+    """A tool call, or the next part of one."""
+
+    index: int = 0
+    function: _Function | None = None
+
+
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _Content(msgspec.Struct):
+    """A message, or the next part of one."""
+
+    role: str | None = None
+    content: str | None = None
+    text: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    tool_calls: list[_Call] | None = None
+
+
+class _Choice(_Content):
+    index: int = 0
+    delta: _Content | None = None
+    message: _Content | None = None
+    finish_reason: str | None = None
+    logprobs: dict[str, Any] | None = None
+
+
+class _Acknowledgement(msgspec.Struct):
+    """JetStream's, of a stored message."""
+
+    stream: str
+    seq: int
+
+
+class _Shape(msgspec.Struct):
+    """What readers rely on in an object of OpenAI's, whole or a chunk."""
+
+    choices: list[_Choice]
+    object: str | None = None
+    usage: Usage | None = None
+    warnings: list[str] | None = None
+
+
 AnswerMessage = ChunkMessage | WholeMessage | ErrorMessage | EndMark
 
 
@@ -108,22 +156,34 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     error: InferbusError | None = None
 
 
-def parse_message(data: bytes, message_headers: Mapping[str, str] | None) -> AnswerMessage | None:
+def parse_message(
+    data: bytes, message_headers: Mapping[str, str] | None, *, job: str | None = None
+) -> AnswerMessage | None:
     """The message, or None for one without content, such as the announcement of a retry.
+
+    Args:
+        data: Its body.
+        message_headers: Its headers.
+        job: Messages that name no job or another one are passed over; None: the reply subject, which nobody
+            else knows, says enough.
 
     Raises:
         InternalError: The body is not of the contract.
     """
     values = message_headers or {}
     if not data:
-        return _end(values)
+        return None if job not in (None, values.get(headers.JOB_ID, job)) else _end(values)
     fields = _fields(data)
+    if job is not None and fields.get("job") != job:
+        return None
     attempt = fields.get("attempt")
-    if not isinstance(attempt, int):
+    if type(attempt) is not int:
         attempt = headers.number(values, headers.ATTEMPT) or 1
+    if attempt < 1:
+        raise InternalError("an answer is not of the contract: its attempt")
     if isinstance(fields.get("error"), dict):
         return ErrorMessage(attempt=attempt, error=_error(fields["error"]))
-    if isinstance(fields.get("seq"), int):
+    if type(fields.get("seq")) is int:
         return ChunkMessage(
             attempt=attempt,
             seq=fields["seq"],
@@ -133,19 +193,32 @@ def parse_message(data: bytes, message_headers: Mapping[str, str] | None) -> Ans
         )
     if "choices" in fields:
         # Token answers have no `object`, which OpenAI's always have.
-        answer = _checked(fields, "message") if "object" in fields else _convert(fields, TokenAnswer)
+        answer = _checked(fields) if "object" in fields else convert(fields, TokenAnswer)
         return WholeMessage(attempt=attempt, answer=answer)
     return None
 
 
-def parse_result(data: bytes, message_headers: Mapping[str, str] | None) -> Result:
-    """The stored result of a durable job.
+@contextmanager
+def of_the_contract() -> Iterator[None]:
+    """For code that works with what other programs have sent: what does not fit is one clear error.
+
+    Raises:
+        InternalError: Fields have other types than their names say.
+    """
+    try:
+        yield
+    except (TypeError, KeyError, AttributeError, RecursionError, msgspec.MsgspecError) as problem:
+        raise InternalError(f"an answer is not of the contract: {type(problem).__name__}") from problem
+
+
+def parse_result(data: bytes, message_headers: Mapping[str, str] | None, *, job: str | None = None) -> Result:
+    """The stored result of a durable job; arguments as for `parse_message`.
 
     Raises:
         InternalError: It is not of the contract.
     """
     values = message_headers or {}
-    message = parse_message(data, values)
+    message = parse_message(data, values, job=job)
     if not isinstance(message, WholeMessage | ErrorMessage):
         raise InternalError("the stored result is not of the contract")
     error = message.error if isinstance(message, ErrorMessage) else None
@@ -159,6 +232,16 @@ def parse_result(data: bytes, message_headers: Mapping[str, str] | None) -> Resu
         answer=message.answer if isinstance(message, WholeMessage) else None,
         error=error,
     )
+
+
+def acknowledged_by(message: Message) -> str | None:
+    """The NATS stream that acknowledges a message; None for any other message."""
+    if not message.data.startswith(b'{"stream":'):
+        return None
+    try:
+        return msgspec.json.decode(message.data, type=_Acknowledgement).stream
+    except (msgspec.MsgspecError, RecursionError):
+        return None
 
 
 def submission_of(message_headers: Mapping[str, str] | None) -> int | None:
@@ -177,12 +260,15 @@ def status_error(status: Status) -> InferbusError | None:
     return InternalError("the request failed, and the message that says why was lost")
 
 
+def not_taken() -> ErrorMessage:
+    """What the server's status 503 means for a live request."""
+    problem = NoWorker(
+        f"no worker takes requests of this model and kind: none serves them, or all are busy; {HINT}"
+    )
+    return ErrorMessage(attempt=1, error=problem, final=True)
+
+
 def _end(values: Mapping[str, str]) -> AnswerMessage | None:
-    if values.get("Status") == _NO_RESPONDERS:
-        problem = NoWorker(
-            f"no worker takes requests of this model and kind: none serves them, or all are busy; {HINT}"
-        )
-        return ErrorMessage(attempt=1, error=problem, final=True)
     status = _STATUSES.get(values.get(headers.STATUS, ""))
     if status is None:
         return None
@@ -207,36 +293,34 @@ def _fields(data: bytes) -> dict[str, Any]:
 
 def _chunk(fields: dict[str, Any]) -> Chunk:
     if "choices" not in fields:
-        return _convert(fields, TokenChunk)
+        return convert(fields, TokenChunk)
     # Beside text, these are for the worker that goes on after a crash.
     fields.pop("token_ids", None)
-    return _checked(fields, "delta")
+    return _checked(fields)
 
 
-def _checked(fields: dict[str, Any], content: str) -> dict[str, Any]:
-    """An object whose choices have the shape of the contract."""
-    choices = fields["choices"]
-    if not isinstance(choices, list) or not all(
-        isinstance(choice, dict)
-        and isinstance(choice.get("index", 0), int)
-        and isinstance(choice.get(content), dict | None)
-        for choice in choices
-    ):
-        raise InternalError("an answer is not of the contract: its choices")
+def _checked(fields: dict[str, Any]) -> dict[str, Any]:
+    """An object of the shape that readers rely on; its further fields are the caller's concern."""
+    convert(fields, _Shape)
     return fields
 
 
-def _convert(fields: dict[str, Any], kind: type[T]) -> T:
+def convert(fields: Any, kind: type[T]) -> T:
+    """A part of an answer as a struct.
+
+    Raises:
+        InternalError: It is not of the contract.
+    """
     try:
-        return msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
-        raise InternalError(f"an answer is not of the contract: {error}") from None
+        return codec.convert(fields, kind)
+    except CallerError as error:
+        raise InternalError(f"an answer is not of the contract: {error.message}") from None
 
 
 def _error(fields: dict[str, Any]) -> InferbusError:
     try:
-        error = from_body(msgspec.convert(fields, ErrorBody))
-    except msgspec.ValidationError:
+        error = from_body(codec.convert(fields, ErrorBody))
+    except CallerError:
         return InternalError("an answer is an error that is not of the contract")
     if isinstance(error, Overloaded):
         # Only live requests end with it: a durable job waits in its queue.

@@ -11,7 +11,7 @@ import msgspec
 from inferbus.schemas import headers
 from inferbus.schemas.errors import InvalidSubject
 from inferbus.schemas.headers import Status
-from inferbus.schemas.subjects import JobAddress, JobClass, Kind, Subjects, escape, unescape
+from inferbus.schemas.subjects import AnyKind, JobAddress, JobClass, Subjects, escape, unescape
 from inferbus.workers.bus.interface import Stored
 from inferbus.workers.bus.jetstream.client import parse_time
 
@@ -105,7 +105,7 @@ class QueuedJob(msgspec.Struct, frozen=True, kw_only=True):
     owner: str
     model: str
     job_class: JobClass
-    kind: Kind
+    kind: AnyKind
     submitted: dt.datetime
     age: float
     size: int

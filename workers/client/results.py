@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from inferbus.schemas.errors import BusUnavailable
+from inferbus.schemas.errors import BusUnavailable, InternalError, InvalidRequest
+from inferbus.schemas.objects import parse_object
 from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.interface import Stored
 from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
+from inferbus.workers.bus.jetstream.objects import Objects
 from inferbus.workers.client.errors import TimedOut
 from inferbus.workers.client.jobs import Job
 from inferbus.workers.client.messages import Result, parse_result
@@ -36,9 +39,17 @@ class Results:
             BusUnavailable: The server did not answer.
         """
         stored = await JetStream(self._bus).last(layout.RESULTS, self._subject(job))
-        if stored is None or not job.matches(stored.headers):
+        if stored is None or stored.forwarded or not job.matches(stored.headers):
             return None
-        return parse_result(stored.data, stored.headers)
+        return parse_result(await self._body(job, stored), stored.headers, job=job.id)
+
+    async def _body(self, job: Job, stored: Stored) -> bytes:
+        """The stored answer, which may be an object of its own."""
+        try:
+            apart = parse_object(stored.headers)
+            return stored.data if apart is None else await Objects(self._bus).fetch(job.owner, apart)
+        except InvalidRequest as problem:
+            raise InternalError(f"the stored result cannot be read: {problem.message}") from None
 
     async def wait(self, job: Job, timeout: float | None) -> Result:
         """Waits for a job's result.

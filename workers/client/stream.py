@@ -12,15 +12,13 @@ from collections.abc import AsyncIterator, Callable, Generator
 from types import TracebackType
 from typing import Any, Final, Generic, Self, TypeVar, cast
 
-import msgspec
-
 from inferbus.schemas.answers import TokenChunk, Usage
 from inferbus.schemas.errors import BusUnavailable, Cancelled, InferbusError
 from inferbus.schemas.headers import Status
 from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.client.assembler import Assembler, Event, FinalStatus, Restarted
 from inferbus.workers.client.deltas import to_answer
-from inferbus.workers.client.messages import Answer
+from inferbus.workers.client.messages import Answer, convert
 
 E = TypeVar("E")
 
@@ -98,7 +96,7 @@ class AnswerStream(abc.ABC, Generic[E]):
     def usage(self) -> Usage | None:
         """Token counts; None before the answer has reported them."""
         usage = self._assembler.delivered.usage
-        return None if usage is None else msgspec.convert(usage, Usage)
+        return None if usage is None else convert(usage, Usage)
 
     @property
     def warnings(self) -> list[str]:

@@ -99,12 +99,12 @@ async def _stream(bus: Bus, wanted: dict[str, Any], settings: Settings) -> Strea
     except ApiError as error:
         if error.status != NOT_FOUND:
             raise
-        return StreamState(stream=name, exists=False)
+        return StreamState(stream=layout.in_account(name, bus.subjects), exists=False)
     config, state = info["config"], info["state"]
     consumers = await browse.consumers(bus, name) if state["consumer_count"] else []
     claimed = sum(each["num_pending"] + each["num_ack_pending"] for each in consumers)
     return StreamState(
-        stream=name,
+        stream=layout.in_account(name, bus.subjects),
         exists=True,
         messages=state["messages"],
         bytes=state["bytes"],

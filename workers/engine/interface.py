@@ -10,6 +10,8 @@ shares one room between its samples and hangs with prefill apart from decode.
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import AsyncGenerator, AsyncIterable
 from typing import Any, Protocol
 
@@ -82,6 +84,23 @@ class Delta(msgspec.Struct, kw_only=True, gc=False):
     transfer: Transfer | None = None
 
 
+class AnswerIdentity(msgspec.Struct, frozen=True):
+    """What OpenAI's answers repeat in every chunk; clients drop chunks in which it changes.
+
+    Attributes:
+        id: Unique; the formatter may put a prefix before it.
+        created: Unix seconds.
+    """
+
+    id: str
+    created: int
+
+    @classmethod
+    def new(cls) -> AnswerIdentity:
+        """A random one, of now."""
+        return cls(secrets.token_hex(16), int(time.time()))
+
+
 class AnswerFormatter(Protocol):
     """Turns the deltas of one request into the caller's messages. Used once."""
 
@@ -115,8 +134,12 @@ class Prompt(Protocol):
         """The engine call of one choice, without a rendezvous."""
         ...
 
-    def answer(self) -> AnswerFormatter:
-        """A fresh formatter for one attempt."""
+    def answer(self, identity: AnswerIdentity | None = None) -> AnswerFormatter:
+        """A fresh formatter for one attempt.
+
+        Args:
+            identity: The same for every attempt at a request; None: a new one.
+        """
         ...
 
     def resumed(self, token_ids: list[int], text: str) -> Prompt | None:

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
+import hashlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
 
 import msgspec
 
-from inferbus.schemas import codec, headers, requests
-from inferbus.schemas.errors import InvalidSubject, UnsupportedContentType
-from inferbus.schemas.subjects import LIVE_OWNER, JobClass, JobKey, Kind, Subjects, escape
+from inferbus.schemas import codec, headers, limits, requests
+from inferbus.schemas.errors import CallerError, InvalidSubject, UnsupportedContentType
+from inferbus.schemas.subjects import (
+    KINDS,
+    LIVE_OWNER,
+    UNKNOWN,
+    AnyKind,
+    JobClass,
+    JobKey,
+    Subjects,
+    escape,
+)
 from inferbus.workers.bus.interface import Stored
+
+_LARGE_BODIES: Final = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bodies")
+"""Reads large bodies, one at a time: each needs several times its size in memory while it is read."""
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,7 +36,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
         job: The job's id, as the caller knows it.
         owner: Who submitted it, from the subject; `live` for live requests.
         model: From the subject.
-        kind: From the subject.
+        kind: From the subject; `UNKNOWN` where it is none of the contract.
         number: From 1.
         job_class: Of a durable job; None for a live request.
         submission: Stream sequence of a durable job; None for a live request.
@@ -33,7 +49,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     owner: str
     model: str
-    kind: Kind
+    kind: AnyKind
     number: int
     job_class: JobClass | None
     submission: int | None
@@ -46,6 +62,12 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     def key(self) -> JobKey:
         """As cancel, stream and result subjects name it."""
         return JobKey(self.owner, self.job)
+
+    @property
+    def answer_id(self) -> str:
+        """32 hexadecimal digits, the same for every attempt at this request, and for no other request."""
+        parts = (self.owner, self.job, self.submission, self.arrived.timestamp())
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
     @property
     def durable(self) -> bool:
@@ -67,6 +89,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
         headers: As received.
         subjects: Of this bus.
         replies: Prefixes of reply subjects that callers may name.
+        problem: Why the body cannot be had, where it is stored apart.
     """
 
     attempt: Attempt
@@ -74,13 +97,22 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     headers: Mapping[str, str]
     subjects: Subjects
     replies: tuple[str, ...]
+    problem: CallerError | None = None
 
-    def open(self) -> tuple[Attempt, requests.AnyRequest]:
-        """The attempt with its headers read, and the checked request.
+    async def open(self) -> tuple[Attempt, requests.AnyRequest]:
+        """The attempt with its headers read, and the checked request; a large one is read in a thread.
 
         Raises:
             CallerError: Of any kind; the answer goes to `self.attempt.reply`.
         """
+        if self.problem is not None:
+            raise self.problem
+        if len(self.body) <= limits.SMALL_BODY:
+            return self.read()
+        return await asyncio.get_running_loop().run_in_executor(_LARGE_BODIES, self.read)
+
+    def read(self) -> tuple[Attempt, requests.AnyRequest]:
+        """`open`, without an event loop."""
         named_id, named_reply = _named_id(self.headers), self.headers.get(headers.REPLY_TO)
         if named_id:
             escape(named_id)
@@ -93,6 +125,8 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
             content_type=codec.content_type(self.headers.get(headers.CONTENT_TYPE)),
             deadline=headers.parse_deadline(self.headers, arrived=self.attempt.arrived),
         )
+        if attempt.kind == UNKNOWN:
+            raise InvalidSubject(f"a subject's kind is one of {', '.join(KINDS)}")
         request = requests.read(
             attempt.kind, self.body, content_type=attempt.content_type, model=attempt.model
         )
@@ -115,7 +149,7 @@ def live(
         InvalidSubject: Of another family.
         InvalidReplySubject: The worker must not publish there; no answer can be sent.
     """
-    address = subjects.parse_request(message.subject)
+    address = subjects.parse_request(message.subject, any_kind=True)
     attempt = Attempt(
         job=_usable_id(message.headers) or fallback_id,
         owner=LIVE_OWNER,
@@ -145,7 +179,7 @@ def durable(message: Stored, *, number: int, subjects: Subjects, replies: tuple[
     Raises:
         InvalidSubject: Of another family.
     """
-    address = subjects.parse_job(message.subject)
+    address = subjects.parse_job(message.subject, any_kind=True)
     job = _usable_id(message.headers) or str(message.sequence)
     attempt = Attempt(
         job=job,
@@ -161,6 +195,27 @@ def durable(message: Stored, *, number: int, subjects: Subjects, replies: tuple[
     )
     return Envelope(
         attempt=attempt, body=message.data, headers=message.headers, subjects=subjects, replies=replies
+    )
+
+
+def unaddressed(message: Stored, *, number: int, subjects: Subjects) -> Attempt:
+    """A delivery of a durable job of which nobody can be told, with what can be read of it.
+
+    Args:
+        message: As stored.
+        number: Of the attempt.
+        subjects: Of this bus.
+    """
+    return Attempt(
+        job=_usable_id(message.headers) or str(message.sequence),
+        owner="",
+        model=subjects.model_of(message.subject),
+        kind=UNKNOWN,
+        number=number,
+        job_class=None,
+        submission=message.sequence,
+        arrived=message.time,
+        reply="",
     )
 
 

@@ -105,11 +105,16 @@ def end(scope: Scope) -> None:
 def hits(mark: Stored, *, submission: int | None, stored: dt.datetime | None) -> bool:
     """Whether a stored cancel aims at a durable job.
 
+    A cancel has an empty body and comes from its publisher. JetStream's acknowledgements, which a client can
+    have sent to anybody's cancel subject, have a body; what else the server sends for somebody is marked.
+
     Args:
         mark: The cancel.
         submission: The job's stream sequence.
         stored: When the server stored the job, by the same clock as the cancel; None where it did not.
     """
+    if mark.data or mark.forwarded:
+        return False
     named = mark.headers.get(headers.SUBMISSION)
     if named is not None:
         return named == str(submission)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from typing import Final
 
 import structlog
 
@@ -11,11 +10,14 @@ from inferbus.schemas import headers
 from inferbus.schemas.errors import InferbusError, PayloadTooLarge
 from inferbus.workers.bus.interface import Broker, Stored
 from inferbus.workers.jobs.attempt import Attempt, facts
-from inferbus.workers.jobs.fields import without_nats
-from inferbus.workers.jobs.retry import outlast_outage
+from inferbus.workers.jobs.fields import publishable, without_nats
 from inferbus.workers.jobs.settings import JobSettings
+from inferbus.workers.jobs.storage import Storage
 
 log = structlog.get_logger()
+
+RAW_CHARS: Final = 8192
+"""Characters of an unreadable header block that its dead letter keeps."""
 
 
 class DeadLetters:
@@ -24,15 +26,13 @@ class DeadLetters:
     Args:
         broker: Where to.
         settings: Of the worker.
-        clock: Monotonic seconds.
+        storage: Outlasts outages.
     """
 
-    def __init__(
-        self, broker: Broker, settings: JobSettings, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, broker: Broker, settings: JobSettings, storage: Storage) -> None:
         self._broker = broker
         self._settings = settings
-        self._clock = clock
+        self._storage = storage
 
     async def store(self, attempt: Attempt, message: Stored, error: InferbusError) -> None:
         """Stores one; a job that just fitted into a message, and with a letter's headers does not, has none.
@@ -48,16 +48,20 @@ class DeadLetters:
         subject = self._settings.subjects.dead(attempt.model, attempt.kind)
         letter = self._headers(attempt, message, error)
         try:
-            await outlast_outage(
-                lambda: self._broker.store(subject, message.data, letter), subject=subject, clock=self._clock
+            await self._storage.store(
+                lambda: self._broker.store(subject, message.data, letter), subject=subject
             )
         except PayloadTooLarge as problem:
             # Its error is still its result.
             log.error("job.no_letter", reason=problem.message, **facts(attempt))
 
     def _headers(self, attempt: Attempt, message: Stored, error: InferbusError) -> dict[str, str]:
+        if message.undecodable is None:
+            submitted = publishable(without_nats(message.headers))
+        else:
+            submitted = {headers.RAW: headers.escaped(message.undecodable)[:RAW_CHARS]}
         return {
-            **without_nats(message.headers),
+            **submitted,
             headers.REASON: error.code,
             headers.DETAIL: error.message,
             headers.ATTEMPT: str(attempt.number),

@@ -1,6 +1,6 @@
 """The delivery contract of durable jobs: `HeldJob` is its table, before an attempt and after it.
 
-    taken      → result there already?      acknowledge, nothing else
+    taken      → result there already?      readers are told of it; acknowledged
                → taken over meanwhile?      leave it to its new owner
                → a repeated submission?     the result that it has already, again
                → workers died of it?        last attempts are made alone; after those, dead letter
@@ -36,13 +36,18 @@ from inferbus.schemas.errors import (
     Draining,
     Ended,
     InferbusError,
+    InternalError,
+    InvalidRequest,
     LeaseLost,
+    NotSupported,
     PayloadTooLarge,
 )
+from inferbus.schemas.objects import object_header, parse_object
 from inferbus.workers.admission import Permit
-from inferbus.workers.bus.interface import Broker, Delivery, Stored
+from inferbus.workers.bus.interface import Broker, Delivery, ObjectStore, Stored
 from inferbus.workers.jobs import cancel
-from inferbus.workers.jobs.attempt import Attempt, Envelope, durable, facts
+from inferbus.workers.jobs.attempt import Attempt, Envelope, durable, facts, unaddressed
+from inferbus.workers.jobs.beginnings import Beginnings, Begun
 from inferbus.workers.jobs.cancel import Cancels
 from inferbus.workers.jobs.dead_letters import DeadLetters
 from inferbus.workers.jobs.duplicate import origin
@@ -56,6 +61,7 @@ from inferbus.workers.jobs.results import FinalResult, ResultStore
 from inferbus.workers.jobs.runner import AttemptRunner
 from inferbus.workers.jobs.scope import Scope
 from inferbus.workers.jobs.settings import JobSettings
+from inferbus.workers.jobs.storage import Storage
 
 log = structlog.get_logger()
 
@@ -83,11 +89,14 @@ class Deliveries:
         cancels: Knows which jobs their owners cancelled.
         settings: Of the worker.
         observer: Told what became of each delivery.
+        objects: Holds bodies over the payload limit; None: there are none.
         clock: Monotonic seconds.
 
     Attributes:
+        storage: Outlasts outages; its `full` says why no more jobs are to be taken.
         results: Stored ones.
         dead_letters: Stores them.
+        beginnings: Counts attempts.
         quarantine: Of last attempts.
         history: Chunks of earlier attempts.
     """
@@ -100,6 +109,7 @@ class Deliveries:
         settings: JobSettings,
         *,
         observer: Observer | None = None,
+        objects: ObjectStore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.broker = broker
@@ -107,9 +117,12 @@ class Deliveries:
         self.cancels = cancels
         self.settings = settings
         self.observer = observer or Observer()
-        self.results = ResultStore(broker, settings, clock)
-        self.dead_letters = DeadLetters(broker, settings, clock)
-        self.quarantine = Quarantine(broker, settings, clock)
+        self.objects = objects
+        self.storage = Storage(clock)
+        self.results = ResultStore(broker, settings, self.storage)
+        self.dead_letters = DeadLetters(broker, settings, self.storage)
+        self.beginnings = Beginnings(broker, settings, self.storage)
+        self.quarantine = Quarantine()
         self.history = History(broker, settings.subjects)
 
     async def handle(self, delivery: Delivery, permit: Permit | None = None) -> None:
@@ -123,19 +136,53 @@ class Deliveries:
             permit: Has it run when its turn comes; at once without one.
         """
         message, settings = delivery.message, self.settings
+        if message.forwarded:
+            # Not published by the owner whose subject it came on, so there is nobody to answer.
+            log.error("job.forwarded", subject=message.subject, sequence=message.sequence)
+            await delivery.term("forwarded by the server")
+            return
         try:
+            if message.undecodable is not None:
+                raise InvalidRequest("its subject or headers are no text")
             envelope = durable(
                 message, number=delivery.attempt, subjects=settings.subjects, replies=settings.replies
             )
         except CallerError as error:
-            log.error("job.unreadable", subject=message.subject, sequence=message.sequence, code=error.code)
-            await delivery.term(error.code)
+            await self.bury_unaddressed(delivery, error)
             return
         job = HeldJob(self, delivery, envelope, permit)
         try:
-            await job.handle()
+            try:
+                await job.handle()
+            except (BusUnavailable, asyncio.CancelledError):
+                raise
+            except Exception:  # a supervision point: whatever fails, the job must not stay here
+                log.exception("job.defect", **facts(job.attempt))
+                await job.broke()
         except BusUnavailable as error:
             job.settled("left", error, reason=error.message)
+        except Exception:  # another one: the same defect may keep it from being tried again, or buried
+            log.exception("job.defect", **facts(job.attempt))
+            await delivery.nak(settings.policy.longest)
+
+    async def bury_unaddressed(self, delivery: Delivery, error: InferbusError) -> None:
+        """A job whose owner or id cannot be read: it has no result, and nothing is lost.
+
+        Args:
+            delivery: The job.
+            error: Why it cannot be read.
+        """
+        settings = self.settings
+        attempt = unaddressed(delivery.message, number=delivery.attempt, subjects=settings.subjects)
+        settlement: Settlement = "dead"
+        try:
+            await self.dead_letters.store(attempt, delivery.message, error)
+            await delivery.term(error.code)
+        except BusUnavailable as problem:
+            settlement, error = "left", problem
+        level, event = EVENTS[settlement]
+        log.log(level, event, code=error.code, reason=error.message, **facts(attempt))
+        self.observer.settled(attempt, settlement, error)
 
 
 class HeldJob:
@@ -155,6 +202,8 @@ class HeldJob:
         self._delivery = delivery
         self._envelope = envelope
         self._permit = permit
+        self._begun = 0
+        self._counted = False
 
     @property
     def attempt(self) -> Attempt:
@@ -167,16 +216,23 @@ class HeldJob:
         Raises:
             BusUnavailable: NATS is away, or was for too long.
         """
-        policy = self._parts.settings.policy
         result, in_order = await self._look_up()
         if result.stored:
+            await self._tell_readers(result.own)
             await self._delivery.ack()
             self.settled("repeated", reason="its result is stored")
         elif self._delivery.stale:
             self.settled("left", reason="another worker may have taken it over")
         elif (earlier := await self._answered_before(result)) is not None:
             await self._answer_again(result, earlier)
-        elif self.attempt.number == 1 or not policy.last(self.attempt.number):
+        else:
+            await self._fetch_body()
+            await self._begin(result, in_order=in_order)
+
+    async def _begin(self, result: FinalResult, *, in_order: bool) -> None:
+        """The table, before an attempt at a job that has no result."""
+        policy = self._parts.settings.policy
+        if self._begun == 0 or not policy.last(self._begun + 1):
             await self._try(result)
         elif policy.attempts == 1:
             await self._give_up(result, "it came once more after its only attempt")
@@ -184,6 +240,18 @@ class HeldJob:
             await self._try(result)
         else:
             await self._try_last(result)
+
+    async def broke(self) -> None:
+        """After a defect outside of the attempt: tries the job again, or gives it up, as after any failure.
+
+        Raises:
+            BusUnavailable: NATS is away, or was for too long.
+        """
+        if not self._counted:
+            self._begun = (await self._parts.beginnings.of(self.attempt)).attempts
+        error = InternalError("inferbus failed; the worker's log says how")
+        result = await self._parts.results.of(self.attempt)
+        await self._settle(result, self._parts.runner.failed(self.attempt, error))
 
     async def _settle(self, result: FinalResult, outcome: AttemptOutcome) -> None:
         """The table, after an attempt."""
@@ -194,6 +262,7 @@ class HeldJob:
         elif error is None or isinstance(error, CallerError | Ended):
             outcome = await self._conclude(result, outcome)
             await self._delivery.ack()
+            await self._remove_body()
             self.settled("finished", outcome.error, status=outcome.status, code=outcome.code)
         elif self._delivery.stale or isinstance(error, LeaseLost):
             # Handing it back would take it from its new owner.
@@ -202,10 +271,12 @@ class HeldJob:
             outcome.reply.retrying(error)
             await self._delivery.nak(0.0)
             self.settled("handed_back", error)
-        elif policy.last(attempt.number):
+        elif policy.last(self._begun + 1):
             await self._bury(result, outcome, error)
         else:
-            delay = policy.delay(attempt.number)
+            if not self._counted:
+                await self._parts.beginnings.count(attempt, self._begun)
+            delay = policy.delay(self._begun + 1)
             outcome.reply.retrying(error)
             await self._delivery.nak(delay)
             self.settled("retried", error, code=error.code, reason=error.message, delay=delay)
@@ -214,26 +285,32 @@ class HeldJob:
         """Where the result belongs, and whether the attempt before this one ended in order, if that is known.
 
         The attempt gets a number above all that readers have seen: a server that was killed may have
-        forgotten deliveries.
+        forgotten deliveries. How many began before it is another figure: what readers have seen did, and what
+        was counted.
         """
-        result, latest = await asyncio.gather(
-            self._parts.results.of(self.attempt), self._parts.history.latest(self.attempt)
+        parts = self._parts
+        first = self._delivery.attempt == 1
+        result, latest, begun = await asyncio.gather(
+            parts.results.of(self.attempt),
+            parts.history.latest(self.attempt),
+            _nothing_begun() if first else parts.beginnings.of(self.attempt),
         )
-        following = latest.number + 1
-        attempt = msgspec.structs.replace(self.attempt, number=max(self.attempt.number, following))
+        self._begun = max(begun.attempts, min(latest.number, 1))
+        attempt = msgspec.structs.replace(self.attempt, number=max(self.attempt.number, latest.number + 1))
         self._envelope = msgspec.structs.replace(self._envelope, attempt=attempt)
-        return result, latest.ended_in_order and attempt.number == following
+        return result, latest.ended_in_order and begun.newest <= latest.number
 
-    async def _try(self, result: FinalResult, *, begun: int | None = None) -> None:
-        """One attempt; a last one where `begun` says how many of those began before it."""
+    async def _try(self, result: FinalResult) -> None:
+        """One attempt. It is counted, unless it is the first of several: see `beginnings`."""
         parts, scope = self._parts, self._scope()
+        self._counted = self._delivery.attempt > 1 or parts.settings.policy.attempts == 1
         forget = parts.runner.scopes.add(scope)
         try:
             if await parts.cancels.aimed_at(scope):
                 cancel.end(scope)
             resume_points = await parts.history.resume_points(self.attempt)
-            if begun is not None:
-                await parts.quarantine.count(self.attempt, begun)
+            if self._counted:
+                await parts.beginnings.count(self.attempt, self._begun)
                 if self._delivery.stale:
                     scope.end(LeaseLost("another worker may have taken the job over"))
             outcome = await parts.runner.run(
@@ -245,36 +322,35 @@ class HeldJob:
             )
         finally:
             forget()
-        if begun is not None:
-            await self._uncount(outcome, begun)
+        if self._counted:
+            await self._uncount(outcome)
         await self._settle(result, outcome)
 
     async def _try_last(self, result: FinalResult) -> None:
         """A last attempt at a job whose workers died: nothing else is in quarantine meanwhile."""
-        quarantine = self._parts.quarantine
-        begun = await quarantine.begun(self.attempt)
-        if begun >= LAST_ATTEMPTS:
+        quarantine, before = self._parts.quarantine, self._parts.settings.policy.attempts - 1
+        if self._begun >= before + LAST_ATTEMPTS:
             await self._give_up(result, "its workers ended without an answer, the last ones alone with it")
         elif not quarantine.occupied:
             with quarantine.entered():
-                await self._try(result, begun=begun)
+                await self._try(result)
         elif await self._ends_before_the_engine():
             await self._try(result)
         else:
             await self._delivery.nak(DEFERRED)
             self.settled("deferred")
 
-    async def _uncount(self, outcome: AttemptOutcome, begun: int) -> None:
-        """A last attempt that was not the job's fault does not count."""
+    async def _uncount(self, outcome: AttemptOutcome) -> None:
+        """An attempt that was ended for no fault of the job does not count."""
         if self._delivery.stale or isinstance(outcome.error, LeaseLost):
-            self._parts.quarantine.uncount_later(self.attempt, begun)
+            self._parts.beginnings.uncount_later(self.attempt, self._begun)
         elif isinstance(outcome.error, Draining):
-            await self._parts.quarantine.uncount(self.attempt, begun)
+            await self._parts.beginnings.uncount(self.attempt, self._begun)
 
     async def _ends_before_the_engine(self) -> bool:
         """Whether an attempt would be refused, late or cancelled."""
         try:
-            attempt, _ = self._envelope.open()
+            attempt, _ = await self._envelope.open()
         except CallerError:
             return True
         return self._parts.runner.expired(attempt) or await self._parts.cancels.aimed_at(self._scope())
@@ -287,20 +363,28 @@ class HeldJob:
 
     async def _answer_again(self, result: FinalResult, earlier: Stored) -> None:
         """What was answered is the answer to a repeated submission too, under its own number."""
-        attempt = self.attempt
-        with contextlib.suppress(CallerError):
-            attempt, _ = self._envelope.open()  # Its headers may name another reply subject.
-        answered = without_nats(earlier.headers)
-        attempt = msgspec.structs.replace(attempt, number=number(answered[headers.ATTEMPT]))
-        fields = answered | {headers.SUBMISSION: str(attempt.submission)}
-        if await result.store(earlier.data, fields) and not self._delivery.stale:
-            served = Served(worker=answered[headers.WORKER], prefill=answered.get(headers.PREFILL_WORKER))
-            reply = Reply(self._parts.broker, attempt, served)
-            reply.whole(earlier.data)
-            reply.end(cast(headers.Status, answered[headers.STATUS]))
-            await self._parts.broker.flush()
+        fields = without_nats(earlier.headers) | {headers.SUBMISSION: str(self.attempt.submission)}
+        if await result.store(earlier.data, fields):
+            await self._tell_readers(earlier)
         await self._delivery.ack()
         self.settled("repeated", reason="it had ended under an earlier number")
+
+    async def _tell_readers(self, result: Stored | None) -> None:
+        """Sends the stored result of another attempt, whose worker may not have done so."""
+        if result is None or self._delivery.stale:
+            return
+        attempt = self.attempt
+        with contextlib.suppress(CallerError):
+            attempt, _ = await self._envelope.open()  # Its headers may name another reply subject.
+        found = result.headers
+        attempt = msgspec.structs.replace(attempt, number=number(found[headers.ATTEMPT]))
+        served = Served(worker=found[headers.WORKER], prefill=found.get(headers.PREFILL_WORKER))
+        reply = Reply(self._parts.broker, attempt, served)
+        apart = parse_object(found)
+        if apart is None:
+            reply.whole(result.data)
+        reply.end(cast(headers.Status, found[headers.STATUS]), apart)
+        await self._parts.broker.flush()
 
     async def _give_up(self, result: FinalResult, reason: str) -> None:
         """A job that is not tried again."""
@@ -318,18 +402,16 @@ class HeldJob:
         """Stores the one result, then ends the reply; a second owner's result is dropped.
 
         An owner that was out of touch for too long may still store the first result, and it counts; but it
-        sends no more to readers, who may be listening to its successor.
+        sends no more to readers, who may be listening to its successor. That one tells them of it.
         """
         try:
             ours = await self._store(result, outcome)
         except PayloadTooLarge as problem:
-            # Another attempt would not make it smaller.
-            error = PayloadTooLarge(f"the answer as a whole cannot be stored: {problem.message}")
-            body = error_body(outcome.attempt, error)
-            outcome = msgspec.structs.replace(outcome, error=error, body=body)
+            outcome = await self._apart(outcome, problem)
             ours = await self._store(result, outcome)
         if not ours:
             log.warning("job.superseded", **facts(outcome.attempt))
+            await self._tell_readers(result.own)
         elif not self._delivery.stale:
             outcome.answer()
             await self._parts.broker.flush()
@@ -338,7 +420,48 @@ class HeldJob:
     async def _store(self, result: FinalResult, outcome: AttemptOutcome) -> bool:
         served = served_headers(outcome.attempt, outcome.reply.served)
         fields = {headers.STATUS: outcome.status, **served, **origin(self._delivery.message)}
-        return await result.store(outcome.body, fields)
+        body = outcome.body if outcome.apart is None else b""
+        return await result.store(body, fields | object_header(outcome.apart))
+
+    async def _apart(self, outcome: AttemptOutcome, problem: PayloadTooLarge) -> AttemptOutcome:
+        """An outcome whose body is stored as an object, since a message cannot hold it."""
+        objects, owner = self._parts.objects, outcome.attempt.owner
+        if objects is not None:
+            try:
+                apart = await self._parts.storage.store(
+                    lambda: objects.store(owner, outcome.body), subject="objects"
+                )
+            except PayloadTooLarge as larger:
+                problem = larger
+            else:
+                return msgspec.structs.replace(outcome, apart=apart)
+        # Another attempt would not make it smaller.
+        error = PayloadTooLarge(f"the answer as a whole cannot be stored: {problem.message}")
+        return msgspec.structs.replace(outcome, error=error, body=error_body(outcome.attempt, error))
+
+    async def _fetch_body(self) -> None:
+        """Fetches a body that is stored apart from its job; what is wrong with it is the answer."""
+        objects, message = self._parts.objects, self._delivery.message
+        try:
+            reference = parse_object(message.headers)
+            if reference is None:
+                return
+            if objects is None:
+                raise NotSupported("this worker takes no bodies that are stored apart from their job")
+            body = await objects.fetch(self.attempt.owner, reference)
+            self._envelope = msgspec.structs.replace(self._envelope, body=body)
+        except CallerError as error:
+            self._envelope = msgspec.structs.replace(self._envelope, problem=error)
+
+    async def _remove_body(self) -> None:
+        """Removes a body that is stored apart; what cannot be removed expires."""
+        with contextlib.suppress(CallerError):
+            reference = parse_object(self._delivery.message.headers)
+            if reference is not None and self._parts.objects is not None:
+                try:
+                    await self._parts.objects.remove(self.attempt.owner, reference)
+                except BusUnavailable as error:
+                    log.warning("job.body_left", reason=error.message, **facts(self.attempt))
 
     def _scope(self) -> Scope:
         attempt = self.attempt
@@ -349,3 +472,8 @@ class HeldJob:
         level, event = EVENTS[settlement]
         log.log(level, event, **more, **facts(self.attempt))
         self._parts.observer.settled(self.attempt, settlement, error)
+
+
+async def _nothing_begun() -> Begun:
+    """Of a job's first delivery: nothing was counted."""
+    return Begun()

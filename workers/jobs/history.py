@@ -7,14 +7,17 @@ on its first chunk (`Infer-Continues`), so the history of a job is a chain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
-from inferbus.schemas import headers
+from inferbus.schemas import codec, headers
 from inferbus.schemas.answers import Retrying
+from inferbus.schemas.errors import CallerError
 from inferbus.schemas.headers import Continuation
+from inferbus.schemas.sampling import TokenId
 from inferbus.schemas.subjects import Subjects
 from inferbus.workers.bus.interface import Broker, Stored
 from inferbus.workers.bus.jetstream.layout import STREAM
@@ -38,6 +41,28 @@ class StoredChunk(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     text: str | None
     finished: bool
+
+
+class _Choice(msgspec.Struct, kw_only=True):
+    """As much of a chunk's choice as is looked at."""
+
+    index: int = 0
+    finish_reason: str | None = None
+    logprobs: Any = None
+    text: str | msgspec.UnsetType | None = msgspec.UNSET
+    delta: dict[str, Any] | None = None
+
+
+class _Chunk(msgspec.Struct, kw_only=True):
+    """As much of a chunk of any kind as is looked at."""
+
+    attempt: Annotated[int, Meta(ge=1)]
+    seq: Annotated[int, Meta(ge=0)]
+    token_ids: list[TokenId] | None = None
+    choices: list[_Choice] | None = None
+    index: int = 0
+    finish_reason: str | None = None
+    logprobs: Any = None
 
 
 class LatestAttempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +121,7 @@ class History:
 
     @staticmethod
     def _of(attempt: Attempt, stored: Stored) -> bool:
-        return stored.headers.get(headers.SUBMISSION) == str(attempt.submission)
+        return not stored.forwarded and stored.headers.get(headers.SUBMISSION) == str(attempt.submission)
 
     async def resume_points(self, attempt: Attempt) -> list[ResumePoint]:
         """Where an attempt can resume earlier ones, the latest place first.
@@ -135,7 +160,7 @@ def resume_points(stored: Iterable[Stored], *, submission: int, before: int) -> 
             continued[chunk.attempt] = continuation
     if not attempts:
         return []
-    chain = _chain(max(attempts), None, attempts, continued)
+    chain = _chain(max(attempts), attempts, continued)
     if chain is None or any(chunk.finished or chunk.text is None for chunk in chain):
         return []
     points: list[ResumePoint] = []
@@ -150,45 +175,42 @@ def resume_points(stored: Iterable[Stored], *, submission: int, before: int) -> 
 
 
 def _chain(
-    attempt: int,
-    count: int | None,
-    attempts: dict[int, list[StoredChunk]],
-    continued: dict[int, Continuation],
+    attempt: int, attempts: dict[int, list[StoredChunk]], continued: dict[int, Continuation]
 ) -> list[StoredChunk] | None:
-    """An attempt's chunks, from its first to its `count`-th or first gap, after those that it continued."""
-    own: list[StoredChunk] = []
-    for chunk in sorted(attempts.get(attempt, ()), key=lambda chunk: chunk.seq):
-        if chunk.seq == len(own):
-            own.append(chunk)
-    if count is not None:
-        if len(own) < count:
+    """An attempt's chunks, from its first to its first gap, after those that it continued.
+
+    None where one of them is lost.
+    """
+    parts: list[list[StoredChunk]] = []
+    count: int | None = None
+    while True:
+        own: list[StoredChunk] = []
+        for chunk in sorted(attempts.get(attempt, ()), key=lambda chunk: chunk.seq):
+            if chunk.seq == len(own):
+                own.append(chunk)
+        if count is not None and len(own) < count:
             return None
-        own = own[:count]
-    older = continued.get(attempt)
-    if older is None:
-        return own
-    before = _chain(older.attempt, older.chunks, attempts, continued) if older.attempt < attempt else None
-    return None if before is None else before + own
+        parts.append(own[:count])
+        older = continued.get(attempt)
+        if older is None:
+            return [chunk for part in reversed(parts) for chunk in part]
+        if older.attempt >= attempt:
+            return None
+        attempt, count = older.attempt, older.chunks
 
 
 def _read(message: Stored) -> StoredChunk | None:
     """A chunk; None for an end mark, an error, or anything else."""
-    if not message.data:
+    if not message.data or message.forwarded:
         return None
     try:
-        body = _decoder(message)(message.data)
-        if not isinstance(body, dict) or not isinstance(body.get("seq"), int):
-            return None
-        text, finished = _text(body)
-        return StoredChunk(
-            attempt=body["attempt"],
-            seq=body["seq"],
-            token_ids=list(body.get("token_ids") or ()),
-            text=text,
-            finished=finished,
-        )
-    except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
+        body = codec.decode_any(message.data, _Chunk)
+    except CallerError:
         return None
+    text, finished = _text(body)
+    return StoredChunk(
+        attempt=body.attempt, seq=body.seq, token_ids=body.token_ids or [], text=text, finished=finished
+    )
 
 
 def _ended_in_order(message: Stored) -> bool:
@@ -196,30 +218,27 @@ def _ended_in_order(message: Stored) -> bool:
     if b"retrying" not in message.data:
         return False
     try:
-        _decoder(message)(message.data, type=Retrying)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        codec.decode_any(message.data, Retrying)
+    except CallerError:
         return False
     return True
 
 
-def _decoder(message: Stored) -> Callable[..., Any]:
-    return msgspec.json.decode if message.data[:1] == b"{" else msgspec.msgpack.decode
-
-
-def _text(body: dict[str, Any]) -> tuple[str | None, bool]:
+def _text(chunk: _Chunk) -> tuple[str | None, bool]:
     """A chunk's text, and whether its choice has ended; None for what is more than text."""
-    if "choices" not in body:
-        plain = not body.get("index") and body.get("logprobs") is None
-        return ("" if plain else None), body.get("finish_reason") is not None
-    if len(body["choices"]) != 1:
+    if chunk.choices is None:
+        plain = not chunk.index and chunk.logprobs is None
+        return ("" if plain else None), chunk.finish_reason is not None
+    if len(chunk.choices) != 1:
         return None, False
-    choice = body["choices"][0]
-    finished = choice.get("finish_reason") is not None
-    if choice.get("logprobs") is not None or choice.get("index"):
+    choice = chunk.choices[0]
+    finished = choice.finish_reason is not None
+    if choice.logprobs is not None or choice.index:
         return None, finished
-    if "text" in choice:
-        return choice["text"] or "", finished
-    delta = choice.get("delta") or {}
-    if any(delta.get(name) for name in delta if name not in ("role", "content")):
+    if choice.text is not msgspec.UNSET:
+        return choice.text or "", finished
+    delta = choice.delta or {}
+    content = delta.get("content") or ""
+    if not isinstance(content, str) or any(delta[name] for name in delta if name not in ("role", "content")):
         return None, finished
-    return delta.get("content") or "", finished
+    return content, finished

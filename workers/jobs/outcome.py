@@ -6,6 +6,7 @@ import msgspec
 
 from inferbus.schemas import headers
 from inferbus.schemas.errors import Cancelled, DeadlineExceeded, InferbusError
+from inferbus.schemas.objects import ObjectRef
 from inferbus.workers.jobs.attempt import Attempt
 from inferbus.workers.jobs.reply import Reply
 
@@ -21,8 +22,9 @@ class AttemptOutcome(msgspec.Struct, frozen=True, kw_only=True):
         streamed: Whether the answer has gone out in chunks already.
         chunks: How many have gone out.
         first_chunk: Seconds from the attempt's beginning to the first one; None where none has gone out.
-        queued: Seconds from the arrival of the request to the attempt's beginning, by two machines' clocks.
+        queued: Seconds from the arrival of the request to the attempt's beginning.
         admitted_after: Seconds that it was held back before the engine.
+        apart: Where the body is stored, if it is too large for a message.
     """
 
     attempt: Attempt
@@ -34,15 +36,12 @@ class AttemptOutcome(msgspec.Struct, frozen=True, kw_only=True):
     first_chunk: float | None = None
     queued: float = 0.0
     admitted_after: float = 0.0
+    apart: ObjectRef | None = None
 
     @property
     def status(self) -> headers.Status:
         """For the end mark."""
-        if self.error is None:
-            return "ok"
-        if isinstance(self.error, Cancelled):
-            return "cancelled"
-        return "expired" if isinstance(self.error, DeadlineExceeded) else "error"
+        return status_of(type(self.error) if self.error is not None else None)
 
     @property
     def code(self) -> str | None:
@@ -51,6 +50,15 @@ class AttemptOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     def answer(self) -> None:
         """Sends what is still to be sent, and the end mark."""
-        if self.error is not None or not self.streamed:
+        if self.apart is None and (self.error is not None or not self.streamed):
             self.reply.whole(self.body)
-        self.reply.end(self.status)
+        self.reply.end(self.status, self.apart)
+
+
+def status_of(error: type[InferbusError] | None) -> headers.Status:
+    """The status of an answer that ended with such an error; None: with none."""
+    if error is None:
+        return "ok"
+    if issubclass(error, Cancelled):
+        return "cancelled"
+    return "expired" if issubclass(error, DeadlineExceeded) else "error"

@@ -10,10 +10,12 @@ import msgspec
 
 from inferbus.schemas import codec, headers
 from inferbus.schemas.answers import Retrying, TokenChunk
-from inferbus.schemas.errors import ErrorAnswer, InferbusError, LeaseLost
+from inferbus.schemas.errors import ErrorAnswer, InferbusError, LeaseLost, PayloadTooLarge
 from inferbus.schemas.headers import Continuation
+from inferbus.schemas.objects import ObjectRef, object_header
 from inferbus.workers.bus.interface import Broker
 from inferbus.workers.jobs.attempt import Attempt
+from inferbus.workers.jobs.split import halves
 
 _NO_FIELDS: Final[Mapping[str, Any]] = {}
 
@@ -79,21 +81,33 @@ class Reply:
         self._continues = earlier
 
     def chunk(self, message: msgspec.Struct | bytes, extra: Mapping[str, Any] = _NO_FIELDS) -> None:
-        """Sends one chunk.
+        """Sends one chunk; in several messages where the server would not take it in one.
 
         Args:
             message: From an `AnswerFormatter`.
             extra: Further fields of this message.
 
         Raises:
-            PayloadTooLarge: Over the server's limit.
+            PayloadTooLarge: Over the server's limit, and nothing in it can be cut.
             LeaseLost: Another worker may be answering by now.
         """
         if self._lost():
             raise LeaseLost("another worker may have taken the job over")
         if self.begun is None:
             self.begun = time.monotonic()
-        self._send(self._encoder.chunk(message, self.sent, extra))
+        self._fit(message, extra)
+
+    def _fit(self, message: msgspec.Struct | bytes, extra: Mapping[str, Any]) -> None:
+        try:
+            self._send(self._encoder.chunk(message, self.sent, extra))
+        except PayloadTooLarge:
+            parts = halves(message)
+            if parts is None:
+                raise
+            # The tokens come with the last part: before it, the text says less than they do.
+            tokens = {name: extra[name] for name in ("token_ids",) if name in extra}
+            self._fit(parts[0], {name: value for name, value in extra.items() if name not in tokens})
+            self._fit(parts[1], tokens)
 
     @property
     def congested(self) -> bool:
@@ -113,12 +127,18 @@ class Reply:
         """Sends the answer in one piece, or an error."""
         self._send(body)
 
-    def end(self, status: headers.Status) -> None:
-        """The end mark: an empty body (ADR-47)."""
+    def end(self, status: headers.Status, apart: ObjectRef | None = None) -> None:
+        """The end mark: an empty body (ADR-47).
+
+        Args:
+            status: How the answer ended.
+            apart: Where the whole answer is stored, which was too large to be sent.
+        """
         fields = {
             headers.STATUS: status,
             headers.CHUNKS: str(self.sent),
             **served_headers(self._attempt, self.served),
+            **object_header(apart),
         }
         self._broker.send(self._attempt.reply, b"", fields)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 from inferbus.schemas import headers
@@ -13,8 +12,8 @@ from inferbus.workers.bus.jetstream.layout import RESULTS
 from inferbus.workers.jobs.attempt import Attempt
 from inferbus.workers.jobs.duplicate import repeats
 from inferbus.workers.jobs.fields import number
-from inferbus.workers.jobs.retry import outlast_outage
 from inferbus.workers.jobs.settings import JobSettings
+from inferbus.workers.jobs.storage import Storage
 
 _IDENTITY: Final = (headers.SUBMISSION, headers.ATTEMPT, headers.WORKER)
 """What distinguishes one attempt's result from every other's."""
@@ -26,15 +25,13 @@ class ResultStore:
     Args:
         broker: Keeps it.
         settings: Of the worker.
-        clock: Monotonic seconds.
+        storage: Outlasts outages.
     """
 
-    def __init__(
-        self, broker: Broker, settings: JobSettings, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, broker: Broker, settings: JobSettings, storage: Storage) -> None:
         self._broker = broker
         self._settings = settings
-        self._clock = clock
+        self._storage = storage
 
     async def of(self, attempt: Attempt) -> FinalResult:
         """Looks up where the result of an attempt belongs; to be called before the attempt begins.
@@ -44,7 +41,7 @@ class ResultStore:
         """
         subject = self._settings.subjects.result(attempt.owner, attempt.job)
         newest = await self._broker.last(RESULTS, subject)
-        return FinalResult(self._broker, subject, attempt.submission or 0, newest, self._clock)
+        return FinalResult(self._broker, subject, attempt.submission or 0, newest, self._storage)
 
     async def of_repeated(self, attempt: Attempt, message: Stored) -> Stored | None:
         """The result of the submission that this one repeats, if it repeats one; see `duplicate`.
@@ -65,27 +62,28 @@ class FinalResult:
         subject: Of the job's results.
         submission: Its number.
         newest: The job's newest result when the attempt began, of whatever submission.
-        clock: Monotonic seconds.
+        storage: Outlasts outages.
     """
 
     def __init__(
-        self,
-        broker: Broker,
-        subject: str,
-        submission: int,
-        newest: Stored | None,
-        clock: Callable[[], float],
+        self, broker: Broker, subject: str, submission: int, newest: Stored | None, storage: Storage
     ) -> None:
         self._broker = broker
         self._subject = subject
         self._submission = submission
         self._newest = newest
-        self._clock = clock
+        self._storage = storage
 
     @property
     def stored(self) -> bool:
         """Whether this submission has its result, or a later one has."""
         return self._newest is not None and _submission(self._newest) >= self._submission
+
+    @property
+    def own(self) -> Stored | None:
+        """The stored result of this very submission, by whichever attempt; None where there is none."""
+        newest = self._newest
+        return newest if newest is not None and _submission(newest) == self._submission else None
 
     @property
     def first(self) -> bool:
@@ -106,9 +104,7 @@ class FinalResult:
             PayloadTooLarge: Over the server's limit.
             BusUnavailable: NATS was away for too long.
         """
-        return await outlast_outage(
-            lambda: self._store(body, fields), subject=self._subject, clock=self._clock
-        )
+        return await self._storage.store(lambda: self._store(body, fields), subject=self._subject)
 
     async def _store(self, body: bytes, fields: Mapping[str, str]) -> bool:
         """Stores a result unless this submission has one, or a later one; whether the one there is this one.

@@ -61,7 +61,7 @@ class AttemptRunner:
         settings: Of the worker.
         listeners: End attempts whose caller is gone.
         observer: Told of every outcome.
-        now: Wall clock, aware.
+        now: The clock by which requests arrive and expire: the server's; aware.
 
     Attributes:
         scopes: The attempts under way.
@@ -109,7 +109,7 @@ class AttemptRunner:
         reply = self._reply(attempt)
         log.info("job.started", **facts(attempt))
         try:
-            attempt, request = envelope.open()
+            attempt, request = await envelope.open()
             streamed = attempt.streams(request)
             probe = "" if attempt.durable else self._listeners.probe
             reply = self._reply(attempt, probe=probe, probe_every=self._listeners.every, lost=lost)

@@ -9,6 +9,9 @@ ended, never for a token. Labels are few and have few values: the worker's role
 and model, a kind, a class, a status, an error's code. Which worker it was
 Prometheus knows from where it asked; ids and owners are in the logs.
 
+Every series exists at 0 from the start. One that came into being with its first
+event would have no earlier value, and `rate` and `increase` would miss that event.
+
 `prometheus_client` is imported when an engine is up, not before. SGLang's
 `--enable-metrics` sets `PROMETHEUS_MULTIPROC_DIR`, which decides at that import
 how values are kept. Its processes then share their figures as files in that
@@ -19,24 +22,28 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Final, ParamSpec
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, get_args
 
 import structlog
 
-from inferbus.schemas.errors import InferbusError, WorkerError
+from inferbus.schemas.errors import BY_CODE, CODES, InferbusError, WorkerError
 from inferbus.schemas.fleet import Load, Role
 from inferbus.schemas.handoff import Transfer
+from inferbus.schemas.headers import Status
+from inferbus.schemas.subjects import CLASSES, KINDS
 from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.jetstream.clock import ServerClock
 from inferbus.workers.config import WorkerSettings
 from inferbus.workers.engine.interface import EngineInfo
 from inferbus.workers.jobs.attempt import Attempt
 from inferbus.workers.jobs.observer import Observer, Settlement
-from inferbus.workers.jobs.outcome import AttemptOutcome
+from inferbus.workers.jobs.outcome import AttemptOutcome, status_of
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -88,14 +95,24 @@ class Metrics(Observer):
 
     Attributes:
         registry: What Prometheus gets.
+        room: Bytes used and allowed of streams, as last looked up.
     """
 
     def __init__(self, role: Role, engine: EngineInfo) -> None:
-        from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+        from prometheus_client import (
+            CollectorRegistry,
+            Counter,
+            Histogram,
+            ProcessCollector,
+            disable_created_metrics,
+        )
 
+        # When each was made, as a series of its own beside every other: twice as many, of no use to anyone.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = registry = CollectorRegistry()
         self._always = always = {"role": role, "model": engine.model}
         self._engine = engine
+        self.room: dict[str, tuple[int, int]] = {}
 
         def counter(name: str, help: str, *labels: str) -> _Family:
             return _Family(Counter(PREFIX + name, help, (*always, *labels), registry=registry), always)
@@ -123,7 +140,7 @@ class Metrics(Observer):
         )
         self._queue_wait_seconds = histogram(
             "queue_wait_seconds",
-            "From the submission of a job to its attempt, by the clocks of server and worker.",
+            "From the submission of a job to its attempt, by the server's clock.",
             REQUEST_SECONDS,
             "class",
         )
@@ -155,9 +172,37 @@ class Metrics(Observer):
         self._transfer_bytes = histogram(
             "kv_transfer_bytes", "KV bytes of each transfer, of one rank of the engine.", TRANSFER_BYTES
         )
+        self._create_all(role)
         ProcessCollector(registry=registry)
         if os.environ.get(SHARED):
             registry.register(_Shared())
+
+    def _create_all(self, role: Role) -> None:
+        """Creates every series that this role counts."""
+        if role == "prefill":
+            self._handoffs("ok", "")
+            for status, code in itertools.product(("error", "refused"), CODES):
+                self._handoffs(status, code)
+            for status in ("ok", "error"):
+                self._handoff_seconds(status)
+            self._transfer_seconds()
+            self._transfer_bytes()
+            return
+        ends = [("ok", ""), *((status_of(BY_CODE[code]), code) for code in CODES)]
+        for kind, cls in itertools.product(KINDS, (LIVE, *CLASSES)):
+            self._first_chunk_seconds(kind, cls)
+            self._chunks(kind, cls)
+            for status, code in ends:
+                self._requests(kind, cls, status, code)
+            for status in get_args(Status):
+                self._request_seconds(kind, cls, status)
+        for cls in (LIVE, *CLASSES):
+            self._admission_wait_seconds(cls)
+        for cls in CLASSES:
+            self._queue_wait_seconds(cls)
+            self._redeliveries(cls)
+            for settlement, code in itertools.product(get_args(Settlement), ("", *CODES)):
+                self._jobs(cls, settlement, code)
 
     @_harmless
     def attempt_ended(self, outcome: AttemptOutcome, seconds: float) -> None:
@@ -200,14 +245,15 @@ class Metrics(Observer):
         """See `Observer`."""
         self._handoffs("refused", code).inc()
 
-    def watch(self, load: Callable[[], Load], bus: Bus) -> None:
+    def watch(self, load: Callable[[], Load], bus: Bus, clock: ServerClock) -> None:
         """Has these looked up whenever Prometheus asks.
 
         Args:
             load: As last announced.
             bus: The worker's connection.
+            clock: Compares the worker's clock with the server's.
         """
-        self.registry.register(_Current(self._always, self._engine, load, bus))
+        self.registry.register(_Current(self._always, self._engine, load, bus, clock, lambda: self.room))
 
 
 class _Family:
@@ -225,12 +271,20 @@ class _Current:
     """Looked up when asked, on the thread that asks: nothing in here waits or changes anything."""
 
     def __init__(
-        self, always: dict[str, str], engine: EngineInfo, load: Callable[[], Load], bus: Bus
+        self,
+        always: dict[str, str],
+        engine: EngineInfo,
+        load: Callable[[], Load],
+        bus: Bus,
+        clock: ServerClock,
+        room: Callable[[], dict[str, tuple[int, int]]],
     ) -> None:
         self._always = always
         self._engine = engine
         self._load = load
         self._bus = bus
+        self._clock = clock
+        self._room = room
 
     def collect(self) -> Iterator[Metric]:
         """For `prometheus_client`."""
@@ -247,6 +301,7 @@ class _Current:
             ("admission_queued_requests", "Requests held back before the engine.", load.queued),
             ("engine_kv_tokens", "Tokens that the KV cache has room for.", self._engine.capacity.kv_tokens),
             ("nats_connected", "Whether the worker is connected to NATS.", int(bus.connected)),
+            ("clock_skew_seconds", "Worker's clock minus the server's.", self._clock.skew),
         ):
             gauge = GaugeMetricFamily(PREFIX + name, help, labels=tuple(self._always))
             gauge.add_metric(tuple(self._always.values()), value)
@@ -259,6 +314,14 @@ class _Current:
             counter = CounterMetricFamily(PREFIX + name, help, labels=tuple(self._always))
             counter.add_metric(tuple(self._always.values()), value)
             yield counter
+        names = (*self._always, "stream")
+        used = GaugeMetricFamily(f"{PREFIX}stream_bytes", "Bytes in a stream of NATS.", labels=names)
+        allowed = GaugeMetricFamily(f"{PREFIX}stream_max_bytes", "Bytes that it may hold.", labels=names)
+        for stream, (bytes_used, limit) in self._room().items():
+            used.add_metric((*self._always.values(), stream), bytes_used)
+            allowed.add_metric((*self._always.values(), stream), limit)
+        yield used
+        yield allowed
         info = GaugeMetricFamily(
             f"{PREFIX}worker_info", "Always 1.", labels=(*self._always, "version", "engine")
         )
@@ -325,10 +388,8 @@ async def serving(
         yield None
         return
     metrics = Metrics(role, engine)
-    from prometheus_client import disable_created_metrics, start_http_server
+    from prometheus_client import start_http_server
 
-    # When each was made, as a series of its own beside every other: twice as many, of no use to anyone.
-    disable_created_metrics()  # type: ignore[no-untyped-call]
     try:
         server, thread = start_http_server(
             settings.metrics_port, addr=settings.metrics_host, registry=metrics.registry

@@ -8,7 +8,7 @@ from typing import Any
 from structlog.contextvars import bind_contextvars
 
 from inferbus.schemas.errors import NotSupported
-from inferbus.workers.engine.interface import Engine
+from inferbus.workers.engine.interface import AnswerIdentity, Engine
 from inferbus.workers.jobs.reply import ChunkEncoder
 from inferbus.workers.jobs.runner import Work
 from inferbus.workers.pairing.legs import RunLeg
@@ -36,7 +36,7 @@ class Answering:
                 f"this model's workers have no tokenizer, which the kind {attempt.kind!r} needs"
             )
         prompt = await self._engine.prepare(request)
-        formatter = prompt.answer()
+        formatter = prompt.answer(AnswerIdentity(attempt.answer_id, int(attempt.arrived.timestamp())))
         generation = Generation(work, prompt, self._run)
         await generation.admitted()
         streams = attempt.streams(request)

@@ -20,9 +20,12 @@ from inferbus.workers.bus.fleet.services import Endpoint
 from inferbus.workers.jobs.cancel import Cancels
 from inferbus.workers.jobs.runner import AttemptRunner
 from inferbus.workers.jobs.settings import JobSettings
+from inferbus.workers.jobs.storage import Storage
 from inferbus.workers.roles.intake import JobIntake, LiveIntake, Tasks
 from inferbus.workers.roles.prefill_gate import PrefillGate
 from inferbus.workers.roles.program import finished_within
+from inferbus.workers.roles.reads import QUEUE_GROUP as READERS
+from inferbus.workers.roles.reads import Reads
 
 log = structlog.get_logger()
 
@@ -68,8 +71,14 @@ class DecodeProgram:
         self._tasks = tasks
         self._gate = gate
         self._intakes: list[asyncio.Task[None]] = []
+        self._reads = Reads(bus, settings, tasks)
         self._watching_gate: asyncio.Task[None] | None = None
         self._forget_connection: Callable[[], None] = lambda: None
+
+    @property
+    def storage(self) -> Storage:
+        """Where finished answers may have to wait."""
+        return self._jobs.storage
 
     async def start(self) -> None:
         """Begins to take requests."""
@@ -79,6 +88,7 @@ class DecodeProgram:
         if self._gate is not None:
             await self._gate.update()
             self._watching_gate = asyncio.create_task(self._gate.run())
+        await self._bus.subscribe(self._settings.subjects.all("read"), self._reads.asked, queue=READERS)
         await self._live.join()
         self._intakes = [asyncio.create_task(self._live.run()), asyncio.create_task(self._jobs.run())]
 
@@ -90,6 +100,7 @@ class DecodeProgram:
         await self._jobs.drain()
         await asyncio.gather(*self._intakes)
         if not await finished_within(self._tasks.settled(), grace=grace, hurry=hurry):
+            self.storage.abandon()
             left = self._runner.scopes.end_all(Draining("this worker is shutting down"))
             log.warning("drain.handing_back", running=left)
             await self._tasks.settled()
@@ -98,11 +109,15 @@ class DecodeProgram:
         await self._tasks.settled()
 
     def _cancel_arrived(self, message: Message) -> None:
-        self._cancels.arrived(message.subject, message.headers)
+        # See `cancel.hits`: no acknowledgement is a cancel.
+        if not message.data and not message.forwarded:
+            self._cancels.arrived(message.subject, message.headers)
 
     def _asked_alive(self, message: Message) -> None:
         """A reader misses the messages of a job: the worker that has the job answers."""
         settings = self._settings
+        if message.forwarded:
+            return
         try:
             key = settings.subjects.parse_key(message.subject, "alive")
             reply = settings.subjects.check_reply(message.reply, owner=key.owner, prefixes=settings.replies)

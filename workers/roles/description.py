@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import secrets
 import socket
 import time
 from importlib.metadata import version
@@ -11,6 +12,7 @@ from typing import Any
 import msgspec
 
 from inferbus.schemas.fleet import Load, Role, WorkerInfo
+from inferbus.schemas.subjects import Subjects
 from inferbus.workers.admission import Admission
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.fleet.services import Service
@@ -25,10 +27,12 @@ class Description:
     Args:
         role: Of the worker.
         settings: Of the worker.
+        model: Its name, as far as it is known before the engine is up.
     """
 
-    def __init__(self, role: Role, settings: WorkerSettings) -> None:
-        self._settings = settings
+    def __init__(self, role: Role, settings: WorkerSettings, model: str) -> None:
+        self._model = model
+        self._classes = list(settings.classes)
         self._info = functools.partial(
             WorkerInfo,
             worker=settings.worker,
@@ -36,33 +40,34 @@ class Description:
             version=version("inferbus"),
             host=socket.gethostname(),
             started=time.time(),
+            incarnation=secrets.token_hex(8),
         )
 
-    def starting(self, engine: EngineInfo, admission: Admission) -> WorkerInfo:
-        """Its first announcement, once the engine is up."""
+    def loading(self) -> WorkerInfo:
+        """Its announcement before its engine is up."""
+        info: WorkerInfo = self._info(
+            state="starting",
+            model=self._model,
+            kinds=[],
+            tokenizer=False,
+            engine="",
+            load=Load(slots=0),
+        )
+        return info
+
+    def loaded(self, engine: EngineInfo, admission: Admission) -> WorkerInfo:
+        """Its announcement once the engine is up."""
         info: WorkerInfo = self._info(
             state="starting",
             model=engine.model,
             kinds=list(engine.kinds),
+            classes=self._classes if engine.kinds else [],
             tokenizer=engine.tokenizer,
             engine=engine.name,
             load=Load(slots=admission.budget.slots),
             capacity=engine.capacity,
             signature=engine.signature,
             bootstrap=engine.bootstrap,
-        )
-        return info
-
-    def failed(self, reason: str) -> WorkerInfo:
-        """Its only announcement, where it does not come up."""
-        info: WorkerInfo = self._info(
-            state="failed",
-            model=self._settings.model or "unknown",
-            kinds=[],
-            tokenizer=False,
-            engine="",
-            load=Load(slots=0),
-            reason=reason,
         )
         return info
 
@@ -94,7 +99,7 @@ def service(bus: Bus, info: WorkerInfo, program: Program, *, replies: tuple[str,
     metadata = {"role": info.role, "model": info.model, "engine": info.engine}
     return Service(
         bus,
-        name=f"inferbus-{info.role}",
+        name=f"{_service_name(bus.subjects)}-{info.role}",
         id=info.worker,
         version=info.version,
         description=f"{info.role} worker of {info.model}",
@@ -102,3 +107,9 @@ def service(bus: Bus, info: WorkerInfo, program: Program, *, replies: tuple[str,
         endpoints=program.endpoints,
         replies=replies,
     )
+
+
+def _service_name(subjects: Subjects) -> str:
+    """What the services of one deployment are called; with a prefix of its own it shows it."""
+    own = "" if subjects == Subjects() else f"-{subjects.prefix.replace('.', '-')}"
+    return f"inferbus{own}"

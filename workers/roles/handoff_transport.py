@@ -24,8 +24,12 @@ class BusHandoffTransport:
             answers.put_nowait(None if message.status == NO_RESPONDERS else message.data)
 
         inbox = self._bus.inbox(answered)
+        try:
+            self._bus.send(self._subject(worker), body, reply=inbox.subject)
+        except BaseException:
+            inbox.close()
+            raise
         self._inboxes[inbox.subject] = inbox
-        self._bus.send(self._subject(worker), body, reply=inbox.subject)
         return inbox.subject
 
     def send(self, worker: WorkerInfo, body: bytes) -> None:

@@ -9,18 +9,30 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Final, Protocol
 
+import msgspec
 import structlog
 
-from inferbus.schemas.errors import BusUnavailable, CallerError, Draining, InvalidSubject, Overloaded
+from inferbus.schemas.errors import (
+    BusUnavailable,
+    CallerError,
+    Draining,
+    InternalError,
+    InvalidSubject,
+    Overloaded,
+    PayloadTooLarge,
+)
 from inferbus.workers.admission import BATCH, LIVE, Admission, Permit, ServiceClass
 from inferbus.workers.bus.connection.message import Callback, Message
 from inferbus.workers.bus.connection.subscription import Subscription
 from inferbus.workers.bus.interface import Delivery, Stored
 from inferbus.workers.jobs.attempt import Envelope, facts, live
 from inferbus.workers.jobs.delivery import Deliveries
+from inferbus.workers.jobs.outcome import AttemptOutcome
+from inferbus.workers.jobs.reply import error_body
 from inferbus.workers.jobs.runner import AttemptRunner
 from inferbus.workers.jobs.scope import Scope
 from inferbus.workers.jobs.settings import JobSettings
+from inferbus.workers.jobs.storage import Storage
 
 log = structlog.get_logger()
 
@@ -124,6 +136,9 @@ class LiveIntake:
             await joined.unsubscribe()
 
     def _received(self, message: Message) -> None:
+        if message.forwarded:
+            log.warning("request.forwarded", subject=message.subject)
+            return
         stored = Stored(
             subject=message.subject,
             data=message.data,
@@ -158,10 +173,30 @@ class LiveIntake:
         with permit:
             try:
                 outcome = await self._runner.run(envelope, scope, permit=permit)
-                outcome.answer()
+                outcome = self._answered(outcome)
+                log.info(
+                    "request.finished", status=outcome.status, code=outcome.code, **facts(outcome.attempt)
+                )
+            except Exception:  # a supervision point: the caller hears of it, whatever fails
+                log.exception("request.defect", **facts(envelope.attempt))
+                self._runner.refuse(envelope, InternalError("inferbus failed; the worker's log says how"))
             finally:
                 forget()
-            log.info("request.finished", status=outcome.status, code=outcome.code, **facts(outcome.attempt))
+
+    def _answered(self, outcome: AttemptOutcome) -> AttemptOutcome:
+        """Sends what is still to be sent; an answer that no message can hold is an error."""
+        try:
+            outcome.answer()
+            return outcome
+        except PayloadTooLarge as problem:
+            error = PayloadTooLarge(
+                f"the whole answer has {len(outcome.body)} bytes: {problem.message}; "
+                "ask for a stream, or submit a job"
+            )
+            body = error_body(outcome.attempt, error)
+            outcome = msgspec.structs.replace(outcome, error=error, body=body)
+            outcome.answer()
+            return outcome
 
 
 class JobSource(Protocol):
@@ -206,8 +241,9 @@ class JobIntake:
         """Pulls until `drain`."""
         while not self._draining.is_set():
             await self._first(self._admission.room.wait())
+            await self._first(self.storage.has_room.wait())
             pulling = asyncio.create_task(self._source.take())
-            await self._first(pulling, self._admission.no_room.wait())
+            await self._first(pulling, self._admission.no_room.wait(), self.storage.has_no_room.wait())
             if not pulling.done():
                 # A job that arrives at this moment is kept by the source for the next `take`.
                 pulling.cancel()
@@ -218,6 +254,11 @@ class JobIntake:
         """Takes nothing more; hands back what has not started."""
         self._draining.set()
         await self._source.stop()
+
+    @property
+    def storage(self) -> Storage:
+        """No job is pulled while answers wait for room in it."""
+        return self._deliveries.storage
 
     async def _first(self, *conditions: Awaitable[Any]) -> None:
         """Waits for any of these, or for the end."""
@@ -235,6 +276,6 @@ class JobIntake:
 
     def _class(self, delivery: Delivery) -> ServiceClass:
         try:
-            return self._settings.subjects.parse_job(delivery.message.subject).job_class
+            return self._settings.subjects.parse_job(delivery.message.subject, any_kind=True).job_class
         except InvalidSubject:
             return BATCH

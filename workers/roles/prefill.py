@@ -7,12 +7,12 @@ import time
 from collections.abc import Sequence
 from contextlib import aclosing
 
-import msgspec
 import structlog
 from structlog.contextvars import bind_contextvars
 
 from inferbus.schemas import codec, handoff
 from inferbus.schemas.errors import (
+    CallerError,
     Draining,
     InferbusError,
     InternalError,
@@ -21,7 +21,6 @@ from inferbus.schemas.errors import (
     Overloaded,
     PrefillFailed,
 )
-from inferbus.schemas.subjects import LIVE_OWNER
 from inferbus.workers.admission import Admission, Permit, class_of
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.connection.message import Message
@@ -88,19 +87,20 @@ class PrefillProgram:
             await asyncio.wait(list(self._running.values()))
 
     def _received(self, message: Message) -> None:
+        if message.forwarded:
+            return
         try:
-            received = msgspec.msgpack.decode(message.data, type=handoff.ToPrefill)
-        except msgspec.DecodeError:
-            log.warning("handoff.unreadable")
+            # A union is a type to msgspec, and none to mypy.
+            received: handoff.ToPrefill = codec.decode(message.data, handoff.ToPrefill, codec.MSGPACK)  # type: ignore[arg-type]
+        except CallerError as error:
+            log.warning("handoff.unreadable", reason=error.message)
             return
         match received:
             case handoff.Abort(rid=rid):
                 self._abort(rid)
             case handoff.Prefill():
                 try:
-                    reply = self._bus.subjects.check_reply(
-                        message.reply, owner=LIVE_OWNER, prefixes=self._replies
-                    )
+                    reply = self._bus.subjects.check_handoff_reply(message.reply, prefixes=self._replies)
                 except InvalidReplySubject:
                     log.warning("handoff.unanswerable", job=received.job, decode=received.worker)
                     return
@@ -126,10 +126,10 @@ class PrefillProgram:
         task.add_done_callback(lambda _: self._ended(request.rid, admitted))
 
     def _ended(self, rid: str, permit: Permit) -> None:
-        self._engine.abort(rid)
+        permit.close()
         self._aborted.discard(rid)
         self._running.pop(rid, None)
-        permit.close()
+        self._engine.abort(rid)
 
     def _admit(self, request: handoff.Prefill) -> Permit | InferbusError:
         """A permit for this hand-off, or why it is not taken."""
@@ -139,7 +139,8 @@ class PrefillProgram:
             return NotSupported("the decode worker's engine does not fit this one")
         if request.rid in self._running:
             return PrefillFailed("this request id is running here already")
-        permit = self._admission.take(class_of(request.options.get("priority")))
+        priority = request.options.get("priority")
+        permit = self._admission.take(class_of(priority if isinstance(priority, int) else None))
         return permit or Overloaded("all slots are busy")
 
     async def _turn(self, request: handoff.Prefill, reply: str, permit: Permit) -> None:

@@ -12,6 +12,9 @@ from inferbus.workers.bus.connection.message import Callback
 from inferbus.workers.bus.connection.subscription import Subscription
 from inferbus.workers.bus.fleet.registry import Registry
 from inferbus.workers.bus.jetstream.client import JetStream
+from inferbus.workers.bus.jetstream.clock import ServerClock
+from inferbus.workers.bus.jetstream.objects import Objects
+from inferbus.workers.bus.jetstream.shares import ResultShares
 from inferbus.workers.bus.queue.consumers import job_queue
 from inferbus.workers.bus.queue.job_queue import JobQueue
 from inferbus.workers.config import Settings
@@ -28,6 +31,7 @@ from inferbus.workers.pairing.legs import Alone, Paired, RunLeg
 from inferbus.workers.pairing.picker import Picker
 from inferbus.workers.roles import endpoints
 from inferbus.workers.roles.answering import Answering
+from inferbus.workers.roles.bounded_results import BoundedResults
 from inferbus.workers.roles.budget import paired_window
 from inferbus.workers.roles.decode import DecodeProgram
 from inferbus.workers.roles.handoff_transport import BusHandoffTransport
@@ -62,6 +66,7 @@ async def program(
     admission: Admission,
     settings: Settings,
     observer: Observer,
+    clock: ServerClock,
 ) -> Program:
     """The program of a role.
 
@@ -73,6 +78,7 @@ async def program(
         admission: Bounds what it takes.
         settings: Of this worker.
         observer: Told what ends here.
+        clock: By which requests expire.
 
     Raises:
         BusUnavailable: The consumers of jobs cannot be made.
@@ -80,7 +86,10 @@ async def program(
     if role == "prefill":
         return prefill(bus, engine, admission, job_settings(settings, bus.subjects), observer)
     queue = await job_queue(bus, engine.info.model, settings.worker)
-    return decode(bus, engine, registry if role == "decode" else None, queue, admission, settings, observer)
+    prefills = registry if role == "decode" else None
+    program = decode(bus, engine, prefills, queue, admission, settings, observer, clock)
+    program.storage.on_change(lambda: registry.note(program.storage.full))
+    return program
 
 
 def prefill(
@@ -108,6 +117,7 @@ def decode(
     admission: Admission,
     settings: Settings,
     observer: Observer,
+    clock: ServerClock,
 ) -> DecodeProgram:
     """The decode program, and `both`.
 
@@ -119,17 +129,21 @@ def decode(
         admission: Bounds what it takes.
         settings: Of this worker.
         observer: Told what ends here.
+        clock: By which requests expire.
     """
     ours, worker = job_settings(settings, bus.subjects), settings.worker
     served = endpoints.of_decode(bus.subjects, engine.info.model, worker)
-    observers = Observers(observer, endpoints.EndpointFigures(served))
+    tasks = Tasks()
+    bounded = BoundedResults(ResultShares(bus, settings.streams.owner_results), tasks)
+    observers = Observers(observer, endpoints.EndpointFigures(served), bounded)
     run, gate = _legs(bus, engine, registry, queue, admission, settings)
     broker = JetStream(bus)
     listeners = Listeners(lambda gone: bus.probe_inbox(gone).subject, every=worker.client_gone_every)
-    runner = AttemptRunner(broker, Answering(engine, run), ours, listeners=listeners, observer=observers)
+    runner = AttemptRunner(
+        broker, Answering(engine, run), ours, listeners=listeners, observer=observers, now=clock.now
+    )
     cancels = Cancels(broker, runner.scopes, bus.subjects)
-    deliveries = Deliveries(broker, runner, cancels, ours, observer=observers)
-    tasks = Tasks()
+    deliveries = Deliveries(broker, runner, cancels, ours, observer=observers, objects=Objects(bus))
 
     async def join(callback: Callback) -> Subscription:
         return await bus.subscribe(served[0].subject, callback, queue=served[0].queue)
@@ -140,7 +154,7 @@ def decode(
         served,
         runner=runner,
         cancels=cancels,
-        live=LiveIntake(join, runner, tasks, admission, ours),
+        live=LiveIntake(join, runner, tasks, admission, ours, now=clock.now),
         jobs=JobIntake(queue, deliveries, tasks, admission, ours),
         tasks=tasks,
         gate=gate,

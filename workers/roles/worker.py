@@ -1,9 +1,11 @@
 """One worker process from start to exit, whatever its role.
 
     reach NATS, make the streams   nothing answers, or not allowed    exit 3
+    announce that it starts        its id is another worker's         exit 1
     start the engine               it cannot, or a port is taken      announce why, exit 1
     announce, take work            NATS gone for good                 exit 3
                                    engine does not answer any more    exit 1
+                                   another worker took over its id    drain, exit 1
     SIGTERM or SIGINT              drain within the grace period, a second signal hurries; exit 0
 
 SGLang ends this whole process when one of its own processes dies; jobs then
@@ -15,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import random
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -26,11 +29,14 @@ from inferbus.schemas.errors import BusUnavailable, InferbusError
 from inferbus.schemas.fleet import Role
 from inferbus.workers.admission import Admission
 from inferbus.workers.bus.connection.bus import Bus
-from inferbus.workers.bus.fleet.registry import Registry
+from inferbus.workers.bus.fleet.condition import examine
+from inferbus.workers.bus.fleet.registry import Registry, WorkerExists
+from inferbus.workers.bus.jetstream import clock as clocks
 from inferbus.workers.bus.jetstream.provision import provision
 from inferbus.workers.config import Settings
 from inferbus.workers.engine.interface import Engine
-from inferbus.workers.engine.launch import launch
+from inferbus.workers.engine.launch import launch, model_name
+from inferbus.workers.engine.progress import Progress
 from inferbus.workers.jobs.observer import Observer
 from inferbus.workers.observe import logs, metrics
 from inferbus.workers.observe.metrics import Metrics
@@ -38,6 +44,7 @@ from inferbus.workers.roles import description, wiring
 from inferbus.workers.roles.budget import budget
 from inferbus.workers.roles.description import Description
 from inferbus.workers.roles.signals import StopSignals, restored
+from inferbus.workers.roles.starting import Starting
 
 log = structlog.get_logger()
 
@@ -45,7 +52,10 @@ EXIT_OK: Final = 0
 EXIT_ENGINE: Final = 1
 EXIT_NATS: Final = 3
 
+PROVISION_INTERVAL: Final = 4.0
 PROVISION_PAUSE: Final = 1.0
+"""Seconds between looks at the streams; and after a look that failed."""
+EXAMINE_INTERVAL: Final = 30.0
 HEALTH_INTERVAL: Final = 5.0
 HEALTH_MISSES: Final = 3
 
@@ -61,7 +71,8 @@ def run(
         engine_argv: SGLang's own flags.
         scripted: A script to replay instead of running SGLang.
     """
-    logs.configure(cache=True, worker=settings.worker.worker, role=role)
+    level = "DEBUG" if settings.worker.verbose else "INFO"
+    logs.configure(level=level, cache=True, worker=settings.worker.worker, role=role)
     # uvloop is what SGLang runs on as well, and takes a third off a chunk's way.
     with restored(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_Worker(role, settings, engine_argv, scripted).main())
@@ -76,43 +87,47 @@ class _Worker:
         self._engine_argv = engine_argv
         self._scripted = scripted
         self._signals = StopSignals()
-        self._description = Description(role, settings.worker)
+        model = model_name(settings.worker, engine_argv, scripted)
+        self._description = Description(role, settings.worker, model)
 
     async def main(self) -> int:
         try:
-            async with self._connected() as bus:
-                await provision(bus, self._settings.streams)
+            async with contextlib.AsyncExitStack() as running:
+                started = await self._start(running)
+                if started is None:
+                    return EXIT_ENGINE
+                bus = await running.enter_async_context(self._connected())
+                return await self._serve(bus, *started)
         except BusUnavailable as error:
             log.error("worker.failed", reason=error.message)
             return EXIT_NATS
-        # The engine takes the event loop for itself while it loads, too long for a connection to be kept.
-        try:
-            metrics.check(self._settings.worker)
-            engine = await launch(self._role, self._settings.worker, self._engine_argv, self._scripted)
-        except metrics.Unserved as error:
-            return await self._unserved(error)
-        except InferbusError as error:
-            log.exception("worker.failed", reason=error.message)
-            await self._announce_failure(error.message)
+        except WorkerExists as error:
+            # Not announced: the entry is the other one's.
+            log.error("worker.failed", reason=error.message)
             return EXIT_ENGINE
-        try:
-            async with (
-                metrics.serving(self._settings.worker, engine.info, role=self._role) as measured,
-                self._connected() as bus,
-            ):
-                return await self._serve(bus, engine, measured)
-        except BusUnavailable as error:
-            log.error("worker.failed", reason=error.message)
-            return EXIT_NATS
-        except metrics.Unserved as error:
-            return await self._unserved(error)
-        finally:
-            await engine.close()
+
+    async def _start(self, running: contextlib.AsyncExitStack) -> tuple[Engine, Metrics | None] | None:
+        """The engine, and where metrics go, both ended by `running`; None where it cannot start."""
+        settings, progress = self._settings.worker, Progress()
+        async with Starting(self._settings, self._description.loading(), progress) as starting:
+            try:
+                metrics.check(settings)
+                engine = await launch(self._role, settings, self._engine_argv, self._scripted, progress)
+                running.push_async_callback(engine.close)
+                starting.loaded(engine.info.model)
+                serving = metrics.serving(settings, engine.info, role=self._role)
+                return engine, await running.enter_async_context(serving)
+            except InferbusError as error:
+                log.error("worker.failed", reason=error.message)
+                log.debug("worker.failed", exc_info=True)
+                starting.failed(error.message)
+                return None
 
     @contextlib.asynccontextmanager
     async def _connected(self) -> AsyncIterator[Bus]:
         name = f"inferbus {self._role} {self._settings.worker.worker}"
-        bus = await Bus.connect(self._settings.bus, name=name)
+        settings = self._settings.bus
+        bus = await Bus.connect(settings, name=name, inbox_prefix=settings.subjects.worker_inboxes)
         try:
             yield bus
         finally:
@@ -121,13 +136,16 @@ class _Worker:
     async def _serve(self, bus: Bus, engine: Engine, measured: Metrics | None) -> int:
         settings, info = self._settings.worker, engine.info
         admission = Admission(budget(self._role, info.capacity, settings))
-        described = self._description.starting(info, admission)
+        described = self._description.loaded(info, admission)
         load = functools.partial(description.load, engine, admission)
-        async with Registry(bus, described, settings=settings, load=load) as registry:
+        async with (
+            clocks.following(bus) as clock,
+            Registry(bus, described, settings=settings, load=load) as registry,
+        ):
             if measured is not None:
-                measured.watch(lambda: registry.info.load, bus)
+                measured.watch(lambda: registry.info.load, bus, clock)
             program = await wiring.program(
-                self._role, bus, engine, registry, admission, self._settings, measured or Observer()
+                self._role, bus, engine, registry, admission, self._settings, measured or Observer(), clock
             )
             # After the engine is up: SGLang takes SIGTERM for itself while it starts.
             self._signals.catch()
@@ -138,10 +156,12 @@ class _Worker:
                 await registry.announce("ready")
                 log.info("worker.ready", model=info.model, slots=admission.budget.slots, engine=info.name)
                 async with asyncio.TaskGroup() as group:
-                    provisioning = group.create_task(self._provision_again(bus))
-                    code = await self._until_stopped(bus, engine)
+                    provisioning = group.create_task(self._keep_streams(bus, info.model))
+                    examining = group.create_task(self._examine(bus, registry, measured))
+                    code = await self._until_stopped(bus, engine, registry)
                     provisioning.cancel()
-            if code == EXIT_OK:
+                    examining.cancel()
+            if code == EXIT_OK or registry.replaced.is_set():
                 await registry.announce("draining")
                 log.info("worker.draining", busy=admission.busy)
                 await program.drain(grace=settings.grace, hurry=self._signals.hurry)
@@ -153,26 +173,51 @@ class _Worker:
         log.info("worker.stopped", code=code)
         return code
 
-    async def _provision_again(self, bus: Bus) -> None:
-        """After every reconnection: streams in memory do not outlive their server."""
+    async def _keep_streams(self, bus: Bus, model: str) -> None:
+        """Makes streams that are gone again, every few seconds: somebody removed them, or their server.
+
+        Streams in memory do not outlive their server, so it looks after every reconnection as well.
+        """
         back = asyncio.Event()
         bus.on_change(lambda connected: back.set() if connected else None)
+        told: str | None = None
         while True:
-            await back.wait()
+            pause = PROVISION_PAUSE if told else PROVISION_INTERVAL
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause * random.uniform(0.75, 1.25)):  # noqa: S311
+                    await back.wait()
             back.clear()
+            if not bus.connected:
+                continue
             try:
-                await provision(bus, self._settings.streams)
+                await provision(bus, self._settings.streams, model=model)
+                told = None
             except BusUnavailable as error:
-                log.warning("streams.not_provisioned", reason=error.message)
-                await asyncio.sleep(PROVISION_PAUSE)
-                back.set()
+                if error.message != told:
+                    log.warning("streams.not_provisioned", reason=error.message)
+                told = error.message
 
-    async def _until_stopped(self, bus: Bus, engine: Engine) -> int:
-        """Waits for a signal, the end of the connection, or an engine that answers no more."""
+    async def _examine(self, bus: Bus, registry: Registry, measured: Metrics | None) -> None:
+        """Logs once what is wrong with the fleet, and has metrics show how full its streams are."""
+        told: set[str] = set()
+        while self._role != "prefill":
+            condition = await examine(bus, registry.workers())
+            if measured is not None:
+                measured.room = condition.room
+            # The numbers of a stream that fills change all the time.
+            lines = {each.text.partition(":")[0]: each.text for each in condition.troubles}
+            for what in lines.keys() - told:
+                log.warning("fleet.trouble", reason=lines[what])
+            told = set(lines)
+            await asyncio.sleep(EXAMINE_INTERVAL)
+
+    async def _until_stopped(self, bus: Bus, engine: Engine, registry: Registry) -> int:
+        """Waits for a signal, the end of the connection, an engine that answers no more, or a successor."""
         ends = {
             asyncio.create_task(self._signals.stop.wait()): EXIT_OK,
             asyncio.ensure_future(bus.closed.wait()): EXIT_NATS,
             asyncio.create_task(self._engine_lost(engine)): EXIT_ENGINE,
+            asyncio.create_task(registry.replaced.wait()): EXIT_ENGINE,
         }
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -188,14 +233,3 @@ class _Worker:
             await asyncio.sleep(HEALTH_INTERVAL)
             misses = 0 if await engine.healthy() else misses + 1
         log.error("engine.lost")
-
-    async def _unserved(self, error: metrics.Unserved) -> int:
-        log.error("worker.failed", reason=error.message)
-        await self._announce_failure(error.message)
-        return EXIT_ENGINE
-
-    async def _announce_failure(self, reason: str) -> None:
-        """Leaves the reason in the registry, where operators look for this worker."""
-        with contextlib.suppress(BusUnavailable):
-            async with self._connected() as bus:
-                await Registry.announce_once(bus, self._description.failed(reason))

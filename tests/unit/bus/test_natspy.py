@@ -9,6 +9,8 @@ import pytest
 from nats.aio.client import Client
 
 from inferbus.workers.bus.connection import natspy
+from inferbus.workers.bus.connection.login import Login
+from inferbus.workers.config import BusSettings
 
 
 async def test_a_transport_that_is_closed_already_is_a_lost_connection_and_no_defect(
@@ -18,7 +20,7 @@ async def test_a_transport_that_is_closed_already_is_a_lost_connection_and_no_de
         raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
 
     monkeypatch.setattr(Client, "_flush_pending", closed)
-    client = natspy.GuardedClient()
+    client = natspy.GuardedClient(Login(BusSettings()))
     with pytest.raises(nats.errors.Error):
         await natspy.write_batch(client, b"PING\r\n")
     with pytest.raises(nats.errors.Error):

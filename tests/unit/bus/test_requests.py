@@ -24,7 +24,7 @@ async def test_a_refusal_ends_the_requests_on_its_subject_and_no_others() -> Non
     requests = Requests(Inboxes("_INBOX"))
     with requests.open("a.B") as (_, refused), requests.open("a.c") as (_, other):
         requests.refuse("a.b")
-        with pytest.raises(NotPermitted, match=r"publish to a\.b"):
+        with pytest.raises(NotPermitted, match=r"publish to a\.B"):
             await refused
         assert not other.done()
     assert len(requests) == 0

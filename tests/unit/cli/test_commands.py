@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import json
 import subprocess
 import sys
 import tomllib
@@ -35,8 +36,11 @@ from inferbus.workers.cli.running import (
     EXIT_NO_WORKER,
     EXIT_TIMED_OUT,
     exit_code,
+    print_error,
     run_coroutine,
 )
+from inferbus.workers.cli.tables import readable
+from inferbus.workers.cli.text import print_json
 from inferbus.workers.client import TimedOut
 from inferbus.workers.config import Settings, options
 
@@ -133,7 +137,7 @@ def test_a_scripted_worker_has_no_engine_to_give_flags_to(
     script = tmp_path / "s.toml"
     script.write_text("")
     assert main(["worker", "both", "--scripted", str(script), "--tp", "2"]) == 2
-    assert "--tp 2" in capsys.readouterr().err
+    assert "flags: --tp\n" in capsys.readouterr().err
     assert started == []
 
 
@@ -340,7 +344,7 @@ def test_unknown_variables_are_warned_of(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--tp", "2"], "scripted workers take no SGLang flags: --tp 2"),
+        (["--tp", "2"], "scripted workers take no SGLang flags: --tp"),
         (["--slots", "-1"], "worker.slots"),
         (["--worker", "w1"], "--worker names one worker"),
     ],
@@ -459,3 +463,12 @@ def test_the_documentation_names_every_command_and_exit_code() -> None:
         assert f"| `{command}" in page
     for code in (0, 1, 2, EXIT_NATS, EXIT_NO_WORKER, EXIT_TIMED_OUT, EXIT_INTERRUPTED):
         assert f"| {code} |" in page
+
+
+def test_control_characters_of_messages_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    assert readable(b"a\x1b[2J\xc2\x9b2J\x07\n\xff") == "a\\x1b[2J\\x9b2J\\x07\n\\xff"
+    print_json({"id": "a\x1b[2J\x9b2J"})
+    print_error("no \x1b[2J\x9b2J")
+    told = capsys.readouterr()
+    assert json.loads(told.out) == {"id": "a\x1b[2J\x9b2J"}
+    assert not any(char in told.out + told.err for char in "\x1b\x9b")

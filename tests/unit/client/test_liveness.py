@@ -35,7 +35,7 @@ class Line:
 
 
 def asking(line: Line) -> LivenessProbe:
-    return LivenessProbe(line, "job")  # type: ignore[arg-type]
+    return LivenessProbe(line, "live", "job")  # type: ignore[arg-type]
 
 
 def test_a_worker_is_gone_when_nobody_has_answered_for_a_while() -> None:
@@ -54,7 +54,7 @@ def test_an_answer_and_a_connection_that_is_away_begin_the_count_anew() -> None:
     for number in range(5 * MAX_UNANSWERED):
         question.ask()
         if number % 4 == 0:
-            line.answer(Message("_INBOX.x", b""))
+            line.answer(Message("_INBOX.x", b"", {"Infer-Worker": "w"}))
         line.settled = number % 3 != 0
 
 

@@ -24,15 +24,19 @@ from inferbus.schemas.errors import (
     NoWorker,
 )
 from inferbus.schemas.headers import Continuation
+from inferbus.workers.client.assembler import Assembler
+from inferbus.workers.client.deltas import to_answer
 from inferbus.workers.client.messages import (
     ChunkMessage,
     EndMark,
     ErrorMessage,
     WholeMessage,
+    not_taken,
     parse_message,
     parse_result,
     status_error,
 )
+from inferbus.workers.client.stream import text
 from tests.support.answers import chat, chat_answer
 
 TYPES = [codec.JSON, codec.MSGPACK]
@@ -48,8 +52,8 @@ ANSWER = TokenAnswer(
 @pytest.mark.parametrize("kind", TYPES)
 def test_chunks_are_read_in_either_content_type_without_being_told_which(kind: str) -> None:
     assert parse_message(codec.encode(CHUNK, kind), None) == ChunkMessage(attempt=2, seq=3, chunk=CHUNK)
-    text = chat({"content": "a"})
-    assert parse_message(codec.encode(text, kind), {}) == ChunkMessage(attempt=1, seq=0, chunk=text)
+    told = chat({"content": "a"})
+    assert parse_message(codec.encode(told, kind), {}) == ChunkMessage(attempt=1, seq=0, chunk=told)
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -61,10 +65,10 @@ def test_answers_in_one_piece_are_told_from_chunks(kind: str) -> None:
 
 
 def test_token_ids_beside_text_are_no_concern_of_the_user() -> None:
-    text = chat({"content": "a"})
-    assert isinstance(text, dict)
-    assert parse_message(codec.encode(text | {"token_ids": [7]}), {}) == ChunkMessage(
-        attempt=1, seq=0, chunk=text
+    told = chat({"content": "a"})
+    assert isinstance(told, dict)
+    assert parse_message(codec.encode(told | {"token_ids": [7]}), {}) == ChunkMessage(
+        attempt=1, seq=0, chunk=told
     )
 
 
@@ -95,8 +99,7 @@ def test_the_end_mark_is_an_empty_body_with_its_headers() -> None:
 
 
 def test_nobody_there_is_an_error_that_nothing_follows() -> None:
-    found = parse_message(b"", {"Status": "503"})
-    assert isinstance(found, ErrorMessage)
+    found = not_taken()
     assert isinstance(found.error, NoWorker)
     assert found.final
 
@@ -150,6 +153,47 @@ def test_no_shape_of_a_chunk_raises_anything_else(value: Any) -> None:
     for field in ("seq", "attempt", "choices", "error", "token_ids", "job"):
         with contextlib.suppress(InternalError):
             parse_message(msgspec.json.encode({"seq": 0, "choices": []} | {field: value}), {})
+
+
+def test_what_is_of_another_job_is_passed_over() -> None:
+    assert parse_message(codec.encode(CHUNK), {}, job="j") is not None
+    assert parse_message(codec.encode(CHUNK), {}, job="other") is None
+    assert parse_message(b'{"error": {"code": "x", "message": "y", "retryable": false}}', {}, job="j") is None
+    assert parse_message(b"", {"Infer-Status": "ok", "Infer-Job-Id": "other"}, job="j") is None
+
+
+_FIELDS = (
+    "index delta message content text tool_calls function arguments logprobs usage finish_reason token_ids "
+    "warnings object choices error attempt seq job role"
+)
+_FIELD = st.sampled_from(_FIELDS.split())
+_VALUE = st.recursive(
+    st.none() | st.booleans() | st.integers(-1, 2) | st.floats() | st.text(max_size=2),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(_FIELD, inner, max_size=3),
+    max_leaves=12,
+)
+_CHOICES = st.lists(st.dictionaries(_FIELD, _VALUE, max_size=4), max_size=2)
+
+
+@given(st.lists(st.tuples(st.dictionaries(_FIELD, _VALUE, max_size=4), _CHOICES | _VALUE), max_size=4))
+def test_no_sequence_of_messages_raises_anything_but_one_clear_error(
+    messages: list[tuple[dict[str, Any], Any]],
+) -> None:
+    assembler = Assembler()
+    with contextlib.suppress(InternalError):
+        for seq, (fields, choices) in enumerate(messages):
+            body = {"seq": seq, "attempt": 1} | fields | {"choices": choices}
+            found = parse_message(msgspec.msgpack.encode(body), {})
+            if found is not None:
+                for event in assembler.take(found):
+                    text(event)
+        to_answer(assembler.delivered)
+
+
+@pytest.mark.parametrize("start", [b'{"seq":0,"choices":', b'{"choices":', b'{"error":'])
+def test_what_is_nested_too_deeply_is_one_clear_error(start: bytes) -> None:
+    with contextlib.suppress(InternalError):
+        parse_message(start + b"[" * 100_000 + b"]" * 100_000 + b"}", {})
 
 
 def test_a_result_names_its_submission_and_who_answered() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib.metadata
+import logging
 import os
 import socket
 import subprocess
@@ -19,15 +20,22 @@ import pytest
 
 from inferbus.schemas.errors import ContextLengthExceeded, InvalidRequest, TransferFailed
 from inferbus.schemas.fleet import Bootstrap
-from inferbus.schemas.requests import ChatRequest, parse
+from inferbus.schemas.requests import ChatRequest, TokenRequest, parse
 from inferbus.workers.engine import cpu
 from inferbus.workers.engine.cpu import detect
 from inferbus.workers.engine.sglang import LaunchFailed, bootstrap, options
 from inferbus.workers.engine.sglang.bounds import Bounds
 from inferbus.workers.engine.sglang.prompts import SGLangPrompt
-from inferbus.workers.engine.sglang.redaction import redacted_record, safe, unquoted
+from inferbus.workers.engine.sglang.redaction import (
+    redacted_record,
+    remember_secrets,
+    safe,
+    unquoted,
+    without_secrets,
+)
 from inferbus.workers.engine.sglang.serving import THREADS, Serving
 from inferbus.workers.engine.sglang.startup import collector_paused, installed_version
+from inferbus.workers.engine.tokens import TokensAnswer
 from tests.support.eventually import eventually
 
 BOUNDS = Bounds(context_length=100, longest_prompt=90, longest_total=96, vocabulary=50)
@@ -147,7 +155,11 @@ def test_an_answer_is_lowered_to_what_the_cache_holds_and_that_is_said() -> None
 )
 def test_seeds_of_choices_stay_in_64_bits(seed: int, index: int, expected: int) -> None:
     prompt = SGLangPrompt(
-        [1], sampling={"sampling_seed": seed}, options={}, choices=3, answer=lambda: SimpleNamespace()
+        [1],
+        sampling={"sampling_seed": seed},
+        options={},
+        choices=3,
+        answer=lambda _: TokensAnswer(TokenRequest(token_ids=[1]), prompt_tokens=1, choices=3),
     )
     assert prompt.leg(index, rid="0" * 32).sampling["sampling_seed"] == expected
 
@@ -296,3 +308,21 @@ def test_a_log_message_of_sglang_that_quotes_a_grammar_is_left_out(message: str)
 def test_other_log_messages_of_sglang_stay_as_they_are() -> None:
     record = redacted_record("sglang", 40, "file", 1, "load took %d s", (5,), None)
     assert record.getMessage() == "load took 5 s"
+
+
+def test_secrets_among_the_options_are_in_no_message_and_no_log_line() -> None:
+    given = SimpleNamespace(
+        api_key="sk-0815",
+        admin_api_key="adm-4711",
+        ssl_keyfile_password="pw-1234",
+        ssl_keyfile="/tls/key.pem",
+    )
+    remember_secrets(given)
+    shown = (
+        f"ServerArgs(api_key='sk-0815', admin_api_key='adm-4711', pw='pw-1234', key='{given.ssl_keyfile}')"
+    )
+    record = redacted_record("sglang", logging.INFO, "engine.py", 1, "server_args=%s", (shown,), None)
+    for text in (record.getMessage(), without_secrets(shown)):
+        assert not any(secret in text for secret in ("sk-0815", "adm-4711", "pw-1234"))
+        assert "/tls/key.pem" in text
+    remember_secrets(None)

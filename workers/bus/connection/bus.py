@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Final
 
 import nats.errors
@@ -42,6 +43,30 @@ SETTLING: Final = 10.0
 TIMEOUT: Final = 5.0
 """Seconds that the server may take to answer."""
 
+REFUSED_FOR: Final = 60.0
+"""Seconds for which a login that is refused is tried again: an expired one may be renewed a little late."""
+
+
+class Refusals:
+    """For how long the login has been refused."""
+
+    def __init__(self) -> None:
+        self._first = self._last = -math.inf
+
+    def too_long(self, now: float) -> bool:
+        """To be called at a refusal; whether they have gone on for `REFUSED_FOR`.
+
+        A pause of half that time begins anew: the server was away, and its first word decides nothing.
+        """
+        if now - self._last > REFUSED_FOR / 2:
+            self._first = now
+        self._last = now
+        return now - self._first > REFUSED_FOR
+
+    def clear(self) -> None:
+        """The server took the login."""
+        self._first = self._last = -math.inf
+
 
 class Bus:
     """One connection.
@@ -55,7 +80,7 @@ class Bus:
         watchdog: Checks that the connection is alive.
     """
 
-    def __init__(self, settings: BusSettings) -> None:
+    def __init__(self, settings: BusSettings, inbox_prefix: str) -> None:
         """Not to be called; see `connect`."""
         self.subjects: Subjects = settings.subjects
         self.closed = asyncio.Event()
@@ -63,32 +88,45 @@ class Bus:
         self.callback_errors = 0
         self.errors = 0
         self._permissions = Permissions()
-        self._inboxes = Inboxes(settings.inbox_prefix)
-        self._requests = Requests(self._inboxes)
+        self._inboxes = Inboxes(inbox_prefix)
+        # Apart: who knows an inbox can have the server send something there.
+        self._secret_inboxes = Inboxes(inbox_prefix)
+        self._requests = Requests(self._secret_inboxes)
         self._listeners: list[Callable[[bool], None]] = []
         self._connected = asyncio.Event()
+        self._decided = asyncio.Event()
+        self._refusals = Refusals()
         self._since = 0.0
         self._logged_errors: set[str] = set()
         self._closing = False
         self._supervision: asyncio.Task[None] | None = None
+        self._ending: asyncio.Future[None] | None = None
         self._client: natspy.GuardedClient
         self._writer: Writer
         self._subscriptions: Subscriptions
         self.watchdog: Watchdog
 
     @classmethod
-    async def connect(cls, settings: BusSettings, *, name: str, watchdog: float = INTERVAL) -> Bus:
+    async def connect(
+        cls,
+        settings: BusSettings,
+        *,
+        name: str,
+        inbox_prefix: str | None = None,
+        watchdog: float = INTERVAL,
+    ) -> Bus:
         """Connects.
 
         Args:
             settings: Where to, and as whom.
             name: Shown in the server's list of connections.
+            inbox_prefix: In place of the settings'.
             watchdog: Seconds between its questions.
 
         Raises:
             BusUnavailable: Nothing answers, or it refuses, or is too old; one line says which.
         """
-        bus = cls(settings)
+        bus = cls(settings, inbox_prefix or settings.inbox_prefix)
         events: Events = {
             "error_cb": bus._on_error,
             "disconnected_cb": bus._on_disconnected,
@@ -108,7 +146,8 @@ class Bus:
         bus.watchdog = Watchdog(bus._client, bus._fail, interval=watchdog)
         bus._supervision = asyncio.create_task(bus.watchdog.run(), name="bus-watchdog")
         try:
-            await bus.subscribe(bus._inboxes.filter, bus._inboxes.dispatch)
+            for inboxes in (bus._inboxes, bus._secret_inboxes):
+                await bus.subscribe(inboxes.filter, inboxes.dispatch, undecodable=True)
         except BusUnavailable:
             await bus.close()
             raise
@@ -145,6 +184,11 @@ class Bus:
         return self._writer.max_payload
 
     @property
+    def undecodable(self) -> int:
+        """Messages that were dropped because their subject or headers are no text."""
+        return self._subscriptions.undecodable
+
+    @property
     def writer(self) -> Writer:
         """For its counters."""
         return self._writer
@@ -173,8 +217,14 @@ class Bus:
         return forget
 
     async def until_connected(self) -> None:
-        """Returns when the server is there."""
-        await self._connected.wait()
+        """Returns when the server is there.
+
+        Raises:
+            BusUnavailable: The connection is closed for good.
+        """
+        await self._decided.wait()
+        if not self.connected:
+            raise BusUnavailable(f"the connection to NATS is closed: {self.failure or 'by this process'}")
 
     def send(
         self, subject: str, data: bytes, headers: Mapping[str, str] | None = None, *, reply: str = ""
@@ -195,29 +245,41 @@ class Bus:
         """See `Broker.flush`."""
         try:
             async with asyncio.timeout(timeout):
-                await self._connected.wait()
+                await self.until_connected()
                 await self._writer.written()
                 await self._client.flush(timeout=max(1, round(timeout)))
         except (TimeoutError, nats.errors.Error, OSError) as error:
             raise BusUnavailable(f"NATS did not take everything within {timeout:g} s") from error
 
-    async def subscribe(self, subject: str, callback: Callback, queue: str = "") -> Subscription:
+    async def subscribe(
+        self, subject: str, callback: Callback, queue: str = "", *, undecodable: bool = False
+    ) -> Subscription:
         """Subscribes; on return the server knows. Messages of one subscription come one after the other.
+
+        Args:
+            subject: To this.
+            callback: Gets the messages.
+            queue: In this queue group, if any.
+            undecodable: Also those whose subject or headers are no text; else they are logged and dropped.
 
         Raises:
             NotPermitted: Naming the subject.
             InvalidSubject: Not a subject that can be subscribed to.
         """
         # Apart from the caller's task: nats-py would swallow its cancellation, and the subscription stay.
-        opening = asyncio.ensure_future(self._subscribe(subject, callback, queue))
+        opening = asyncio.ensure_future(self._subscribe(subject, callback, queue, undecodable))
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
             opening.add_done_callback(_abandon)
             raise
 
-    async def _subscribe(self, subject: str, callback: Callback, queue: str) -> Subscription:
-        subscription = await self._subscriptions.open(check_filter(subject), queue, callback)
+    async def _subscribe(
+        self, subject: str, callback: Callback, queue: str, undecodable: bool
+    ) -> Subscription:
+        subscription = await self._subscriptions.open(
+            check_filter(subject), queue, callback, undecodable=undecodable
+        )
         self._permissions.allow_subscription(subject)
         try:
             if self.connected:
@@ -236,14 +298,20 @@ class Bus:
         """A prefix of subjects that only this process uses."""
         return f"{self._inboxes.prefix}.{secrets.token_hex(11)}"
 
-    def inbox(self, callback: Callback) -> Inbox:
-        """A new reply subject for any number of answers; close it when done."""
-        return self._inboxes.open(callback)
+    def inbox(self, callback: Callback, *, secret: bool = False) -> Inbox:
+        """A new reply subject for any number of answers; close it when done.
+
+        Args:
+            callback: Gets the answers.
+            secret: For questions to the server only. Its subject has a part that no client and no other
+                worker ever sees, so that none can have an answer sent there.
+        """
+        return (self._secret_inboxes if secret else self._inboxes).open(callback)
 
     @property
     def open_inboxes(self) -> int:
         """Inboxes that are not closed."""
-        return len(self._inboxes)
+        return len(self._inboxes) + len(self._secret_inboxes)
 
     def probe_inbox(self, callback: Callable[[str], None]) -> Inbox:
         """A reply subject that reports messages without a subscriber.
@@ -276,7 +344,7 @@ class Bus:
             try:
                 async with asyncio.timeout(timeout):
                     # Nothing is queued while NATS is away: it would be sent after the timeout.
-                    await self._connected.wait()
+                    await self.until_connected()
                     self.send(subject, data, headers, reply=reply)
                     message = await answer
             except TimeoutError:
@@ -285,6 +353,42 @@ class Bus:
         if message.status == NO_RESPONDERS:
             raise NoResponders(f"nobody listens on {subject}")
         return message
+
+    async def ask(
+        self,
+        subject: str,
+        data: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+        timeout: float = TIMEOUT,
+    ) -> AsyncGenerator[Message]:
+        """Sends a message and yields every answer; ended by its caller, with `aclosing`.
+
+        Args:
+            subject: Where to.
+            data: The body.
+            headers: Its headers.
+            timeout: Seconds to wait for each answer.
+
+        Raises:
+            NoResponders: Nobody listens.
+            NotPermitted: Naming the subject.
+            BusUnavailable: No answer in time.
+        """
+        with self._requests.open_many(subject) as (reply, answers):
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._connected.wait()
+                self.send(subject, data, headers, reply=reply)
+                while True:
+                    async with asyncio.timeout(timeout):
+                        message = await answers.get()
+                    if isinstance(message, NotPermitted):
+                        raise message
+                    if message.status == NO_RESPONDERS:
+                        raise NoResponders(f"nobody listens on {subject}")
+                    yield message
+            except TimeoutError:
+                raise BusUnavailable(f"{subject} was not answered in time") from None
 
     async def close(self, timeout: float = 2.0) -> None:
         """Sends what is queued, as far as that is possible in time, and closes."""
@@ -298,6 +402,7 @@ class Bus:
         await self._close_client(timeout)
         self._set_connected(False)
         self.closed.set()
+        self._decided.set()
 
     async def _close_client(self, timeout: float) -> None:
         try:
@@ -317,6 +422,7 @@ class Bus:
             log.error("bus.failed", reason=reason)
         self._set_connected(False)
         self.closed.set()
+        self._decided.set()
         if not self._client.is_closed:
             await self._close_client(2.0)
 
@@ -326,8 +432,10 @@ class Bus:
         if connected:
             self._since = time.monotonic()
             self._connected.set()
+            self._decided.set()
         else:
             self._connected.clear()
+            self._decided.clear()
         self._writer.set_connected(connected)
         for listener in list(self._listeners):
             try:
@@ -349,6 +457,9 @@ class Bus:
             new = self.connected or text not in self._logged_errors
             self._logged_errors.add(text)
             (log.warning if new else log.debug)("bus.error", error=text, kind=type(error).__name__)
+            if natspy.refuses_login(text) and self._refusals.too_long(time.monotonic()):
+                # Not here: this is nats-py's own task, which closing would wait for.
+                self._ending = asyncio.ensure_future(self._fail(f"the login stays refused: {text}"))
             return
         if self._permissions.add(refusal):
             log.error("bus.not_permitted", action=refusal.action, subject=refusal.subject)
@@ -363,6 +474,7 @@ class Bus:
 
     async def _on_reconnected(self) -> None:
         self._permissions.clear()
+        self._refusals.clear()
         self._logged_errors.clear()
         log.info("bus.reconnected", times=self.reconnects)
         self._set_connected(True)

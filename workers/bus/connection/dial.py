@@ -13,6 +13,7 @@ from nats.aio.client import Server
 
 from inferbus.schemas.errors import BusUnavailable
 from inferbus.workers.bus.connection import natspy
+from inferbus.workers.bus.connection.login import Login, LoginError
 from inferbus.workers.config import BusSettings, hide_userinfo
 
 RECONNECT_FIRST: Final = 0.1
@@ -38,7 +39,12 @@ async def dial(settings: BusSettings, *, name: str, events: Events) -> natspy.Gu
     Raises:
         BusUnavailable: Nothing answers, or it refuses; every server was tried once.
     """
-    client = natspy.GuardedClient()
+    login = Login(settings)
+    try:
+        login.check()
+    except LoginError as error:
+        raise BusUnavailable(_text(error)) from error
+    client = natspy.GuardedClient(login)
     failures: list[Exception] = []
     tried = asyncio.Event()
     connected = False
@@ -70,7 +76,7 @@ async def dial(settings: BusSettings, *, name: str, events: Events) -> natspy.Gu
             # nats-py takes the end of the connection for the answer to its CONNECT.
             failure = ConnectionResetError("the server closed the connection")
         else:
-            await _check(client, settings)
+            await _check(client, settings, login)
             connected = True
             return client
     except asyncio.CancelledError:
@@ -85,7 +91,7 @@ async def dial(settings: BusSettings, *, name: str, events: Events) -> natspy.Gu
     raise _explained(failure, settings) from failure
 
 
-async def _check(client: natspy.GuardedClient, settings: BusSettings) -> None:
+async def _check(client: natspy.GuardedClient, settings: BusSettings, login: Login) -> None:
     """Checks the server's version and the connection's encryption; closes where they are wrong."""
     server = client.connected_server_version
     version = (server.major, server.minor)
@@ -95,8 +101,7 @@ async def _check(client: natspy.GuardedClient, settings: BusSettings) -> None:
         raise BusUnavailable(
             f"the NATS server is version {version[0]}.{version[1]}; inferbus needs {need} or later"
         )
-    wants_tls = _context(settings) is not None or any(url.startswith("tls://") for url in settings.urls)
-    if wants_tls and natspy.is_encrypted(client) is False:
+    if login.wants_tls and natspy.is_encrypted(client) is False:
         # nats-py uses plain text where the server does not require TLS.
         await client.close()
         raise BusUnavailable(f"TLS is asked for, but {_where(settings)} does not offer it")
@@ -120,17 +125,10 @@ async def _give_up(client: natspy.GuardedClient, connecting: asyncio.Task[None])
 
 
 def _options(settings: BusSettings, name: str) -> dict[str, Any]:
-    if settings.creds is not None:
-        _check_creds(settings)
     return {
         "servers": list(settings.urls),
         "name": name,
-        "user": settings.user,
-        "password": settings.password,
-        "token": settings.token,
-        "user_credentials": str(settings.creds) if settings.creds else None,
-        "nkeys_seed": str(settings.nkey) if settings.nkey else None,
-        "tls": _context(settings),
+        "tls_handshake_first": settings.tls_first,
         "inbox_prefix": settings.inbox_prefix,
         "connect_timeout": settings.connect_timeout,
         "max_reconnect_attempts": -1,
@@ -151,28 +149,6 @@ def _next_server(servers: list[Server], _info: dict[str, Any]) -> tuple[Server |
     return server, pause * random.uniform(0.5, 1.0)  # noqa: S311  # jitter
 
 
-def _context(settings: BusSettings) -> ssl.SSLContext | None:
-    if settings.tls_ca is None and settings.tls_cert is None:
-        return None
-    try:
-        context = ssl.create_default_context(cafile=settings.tls_ca)
-        if settings.tls_cert is not None:
-            context.load_cert_chain(settings.tls_cert, settings.tls_key)
-    except (OSError, ssl.SSLError) as error:
-        raise BusUnavailable(f"the TLS files cannot be used: {_text(error)}") from error
-    return context
-
-
-def _check_creds(settings: BusSettings) -> None:
-    """nats-py reads a credentials file without its markers for ever, and blocks the event loop with it."""
-    try:
-        text = settings.creds.read_text() if settings.creds else ""
-    except (OSError, UnicodeDecodeError) as error:
-        raise BusUnavailable(f"the credentials file cannot be read: {_text(error)}") from error
-    if "BEGIN NATS USER JWT" not in text or "BEGIN USER NKEY SEED" not in text:
-        raise BusUnavailable("the credentials file holds no user JWT and NKey seed")
-
-
 def _explained(failure: BaseException, settings: BusSettings) -> BusUnavailable:
     where = _where(settings)
     text = _text(failure)
@@ -181,7 +157,8 @@ def _explained(failure: BaseException, settings: BusSettings) -> BusUnavailable:
     if isinstance(failure, nats.errors.AuthorizationError) or "uthorization" in text or "uthenticat" in text:
         return BusUnavailable(f"{where} refuses these credentials: {text}")
     if isinstance(failure, TimeoutError):
-        return BusUnavailable(f"{where} did not answer within {settings.connect_timeout:g} s")
+        hint = "" if settings.tls_first else " (one with handshake_first needs --nats-tls-first)"
+        return BusUnavailable(f"{where} did not answer within {settings.connect_timeout:g} s{hint}")
     if isinstance(failure, OSError):
         return BusUnavailable(f"no NATS server at {where}: {text}")
     return BusUnavailable(f"cannot connect to {where}: {text}")

@@ -8,12 +8,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import json
+import re
 import ssl
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Final
 
 from nats.aio.client import Client
-from nats.errors import StaleConnectionError
+from nats.aio.msg import Msg
+from nats.aio.transport import TcpTransport
+from nats.errors import Error, StaleConnectionError
+
+from inferbus.schemas.headers import escaped
+from inferbus.workers.bus.connection.login import Login
+from inferbus.workers.bus.connection.protocol import Headers, Parser, read_headers, read_subject
+
+_REFUSES_LOGIN: Final = re.compile(
+    r"authoriz|authentic|credentials|expired|revoked|certificate|TLS files|NKey", re.IGNORECASE
+)
+
+
+@dataclasses.dataclass
+class ReceivedMsg(Msg):  # type: ignore[misc]  # nats-py has no types
+    """nats-py's message.
+
+    Attributes:
+        undecodable: The header block as received, where it or a subject is no text; the subjects are escaped
+            then.
+    """
+
+    undecodable: bytes | None = None
 
 
 class GuardedClient(Client):  # type: ignore[misc]  # nats-py has no types
@@ -23,7 +48,61 @@ class GuardedClient(Client):  # type: ignore[misc]  # nats-py has no types
     expected PONGs. When that PONG comes after all, `set_result` raises InvalidStateError, which ends the
     read loop unreported: the client stays "connected" and receives nothing. Where a later version renames
     these methods, the watchdog notices.
+
+    What arrives is read by our own parser; see `protocol`.
     """
+
+    def __init__(self, login: Login) -> None:
+        super().__init__()
+        self._ps = Parser(self)
+        self._login = login
+
+    @property
+    def ssl_context(self) -> ssl.SSLContext:
+        """For a new connection."""
+        return self._login.context()
+
+    def _connect_command(self) -> bytes:
+        # nats-py sends a URL's password as it stands there, and reads NKeys once.
+        command, _, options = super()._connect_command().partition(b" ")
+        nonce, server = self._server_info.get("nonce") or "", self._current_server
+        login = self._login.fields(nonce, server.uri if server is not None else None)
+        return b"%b %b\r\n" % (command, json.dumps(json.loads(options) | login).encode())
+
+    async def _process_err(self, err_msg: str) -> None:
+        # nats-py closes for good when a login has expired or was withdrawn. The files may be new by now.
+        if refuses_login(err_msg) and self.is_connected:
+            error = Error(f"nats: {err_msg}")
+            await self._error_cb(error)
+            await self._process_op_err(error)
+            return
+        await super()._process_err(err_msg)
+
+    async def _process_connect_init(self) -> None:
+        try:
+            await super()._process_connect_init()
+        except (OSError, Error, TimeoutError):
+            raise
+        except Exception as error:  # supervision point: nats-py would stop reconnecting, and not tell
+            raise Error(f"no NATS server: {type(error).__name__}") from error
+
+    async def _process_headers(self, headers: bytes | None) -> Headers | None:
+        return read_headers(headers) if headers else None
+
+    def _build_message(
+        self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: Headers | None
+    ) -> ReceivedMsg:
+        target, answer = read_subject(subject), read_subject(reply)
+        sound = target is not None and answer is not None and not (headers is not None and headers.malformed)
+        return ReceivedMsg(
+            self,
+            subject=escaped(subject) if target is None else target,
+            reply=escaped(reply) if answer is None else answer,
+            data=data,
+            headers=headers,
+            _sid=sid,
+            undecodable=None if sound else (headers.raw if headers is not None else b""),
+        )
 
     async def _process_pong(self) -> None:
         pongs: list[asyncio.Future[bool]] = getattr(self, "_pongs", [])
@@ -52,8 +131,31 @@ class GuardedClient(Client):  # type: ignore[misc]  # nats-py has no types
         # An attempt that failed after its TCP connection was made would leave the socket to the garbage
         # collector; the server sent nothing, for example.
         abort_socket(self)
+        if s.uri.scheme in ("nats", "tls"):
+            self._transport: Any = GuardedTransport()
         await super()._connect_to_server(s)
         _drop_writes_when_closed(getattr(self, "_transport", None))
+
+
+class GuardedTransport(TcpTransport):  # type: ignore[misc]  # nats-py has no types
+    """nats-py's socket, without a warning of asyncio's at the end of every connection with TLS."""
+
+    def __bool__(self) -> bool:
+        # nats-py would replace one that is not connected yet.
+        return True
+
+    async def connect_tls(self, *arguments: Any, **options: Any) -> None:
+        """See nats-py."""
+        await super().connect_tls(*arguments, **options)
+        # asyncio's own `open_connection` tells this to the protocol; nats-py makes one itself.
+        protocol = self._io_writer.transport.get_protocol()
+        if hasattr(protocol, "_over_ssl"):
+            protocol._over_ssl = True
+
+
+def refuses_login(text: str) -> bool:
+    """Whether an error of the server, or of `Login`, is about who this process is."""
+    return _REFUSES_LOGIN.search(text) is not None
 
 
 def _drop_writes_when_closed(transport: Any) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 import nats.errors
 import structlog
-from nats.aio.msg import Msg
 
 from inferbus.schemas.errors import BusUnavailable
 from inferbus.workers.bus.connection import natspy
@@ -22,6 +23,12 @@ before the UNSUB may send a message after the PONG behind it."""
 
 TIMEOUT: Final = 5.0
 """Seconds that the server may take to confirm an UNSUB."""
+
+TOLD_EVERY: Final = 10.0
+"""Seconds between two log events about messages that are no text."""
+
+SHOWN: Final = 200
+"""Characters of such a message's subject in the log."""
 
 
 class Subscription:
@@ -70,6 +77,9 @@ class Subscriptions:
         connected: Whether the server is there at the moment.
         flush: Returns when the server has everything.
         failed: Called when a callback raised.
+
+    Attributes:
+        undecodable: Messages that were dropped because their subject or headers are no text.
     """
 
     def __init__(
@@ -86,17 +96,30 @@ class Subscriptions:
         self._failed = failed
         self._lingering: dict[Any, asyncio.TimerHandle] = {}
         self._abandoned: set[asyncio.Task[None]] = set()
+        self._told = -math.inf
+        self.undecodable = 0
 
-    async def open(self, subject: str, queue: str, callback: Callback) -> Subscription:
+    async def open(
+        self, subject: str, queue: str, callback: Callback, *, undecodable: bool = False
+    ) -> Subscription:
         """Subscribes; the server may not know yet.
+
+        Args:
+            subject: To this.
+            queue: In this queue group, if any.
+            callback: Gets the messages.
+            undecodable: Also those whose subject or headers are no text; else they are logged and dropped.
 
         Raises:
             BusUnavailable: nats-py refuses.
         """
 
-        async def on_message(raw: Msg) -> None:
+        async def on_message(raw: natspy.ReceivedMsg) -> None:
+            if raw.undecodable is not None and not undecodable:
+                self._refused(raw.subject)
+                return
             try:
-                callback(Message(raw.subject, raw.data, raw.headers or NO_HEADERS, raw.reply))
+                callback(_message(raw))
             except Exception:  # supervision point: callbacks given to nats-py
                 self._failed()
                 log.exception("bus.callback_failed", subject=subject)
@@ -106,6 +129,13 @@ class Subscriptions:
         except nats.errors.Error as error:
             raise BusUnavailable(f"cannot subscribe to {subject}: {error}") from error
         return Subscription(self, sub, subject, queue)
+
+    def _refused(self, subject: str) -> None:
+        self.undecodable += 1
+        # Anybody can send any number of them.
+        if (now := time.monotonic()) - self._told >= TOLD_EVERY:
+            self._told = now
+            log.warning("bus.undecodable", subject=subject[:SHOWN], count=self.undecodable)
 
     def abandon(self, sub: Any) -> None:
         """Unsubscribes in the background."""
@@ -147,3 +177,19 @@ class Subscriptions:
         """To be called when the connection is lost: a reconnection would make lingering ones again."""
         for sub in list(self._lingering):
             self.forget(sub)
+
+
+def _message(raw: natspy.ReceivedMsg) -> Message:
+    headers = raw.headers
+    if headers is None:
+        return Message(raw.subject, raw.data, NO_HEADERS, raw.reply, undecodable=raw.undecodable)
+    return Message(
+        raw.subject,
+        raw.data,
+        headers,
+        raw.reply,
+        headers.status,
+        headers.description,
+        headers.repeated,
+        raw.undecodable,
+    )

@@ -18,7 +18,7 @@ import msgspec
 import structlog
 
 from inferbus.schemas.errors import InferbusError
-from inferbus.schemas.subjects import LIVE_OWNER
+from inferbus.schemas.subjects import LIVE_OWNER, escape
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.bus.connection.subscription import Subscription
@@ -104,7 +104,7 @@ class Service:
     Args:
         bus: The connection.
         name: The same for all workers of a kind.
-        id: This one's.
+        id: This one's; any name, which is escaped.
         version: Semantic.
         description: One line.
         metadata: Model, role, capacity, …
@@ -126,14 +126,15 @@ class Service:
         replies: tuple[str, ...] = ("_INBOX.",),
         now: Callable[[], dt.datetime] = lambda: dt.datetime.now(dt.UTC),
     ) -> None:
-        if not NAME.fullmatch(name) or not NAME.fullmatch(id):
-            raise ValueError("a service's name and id have letters, digits, '-' and '_' only")
+        if not NAME.fullmatch(name):
+            raise ValueError("a service's name has letters, digits, '-' and '_' only")
         if not VERSION.fullmatch(version):
             raise ValueError(f"a service's version is semantic: {version!r}")
         self._bus = bus
         self._identity: dict[str, Any] = {
             "name": name,
-            "id": id,
+            # A token of the subjects that `nats micro` asks on.
+            "id": escape(id),
             "version": version,
             "metadata": dict(metadata or {}),
         }
@@ -186,7 +187,7 @@ class Service:
 
     def _answering(self, answer: Callable[[], dict[str, Any]]) -> Callable[[Message], None]:
         def on_message(message: Message) -> None:
-            if not message.reply:
+            if not message.reply or message.forwarded:
                 return
             try:
                 reply = self._bus.subjects.check_reply(

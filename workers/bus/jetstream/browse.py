@@ -14,6 +14,7 @@ from typing import Any, Final
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.errors import STREAM_NOT_FOUND, ApiError
 from inferbus.workers.bus.interface import Stored
+from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream, parse_time
 
 _MISSING: Final = "stream {} is not there: no worker has made it yet; `inferbus streams --adopt` does"
@@ -50,7 +51,11 @@ async def _ask(bus: Bus, stream: str, what: str, body: dict[str, Any] | None = N
     except ApiError as error:
         if error.err_code != STREAM_NOT_FOUND:
             raise
-        raise ApiError(_MISSING.format(stream), status=error.status, err_code=error.err_code) from None
+        raise ApiError(
+            _MISSING.format(layout.in_account(stream, bus.subjects)),
+            status=error.status,
+            err_code=error.err_code,
+        ) from None
 
 
 async def pages(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import datetime as dt
 import secrets
 from collections.abc import Mapping
@@ -18,7 +19,8 @@ import msgspec
 from inferbus.schemas import headers as names
 from inferbus.schemas.errors import BusUnavailable
 from inferbus.workers.bus.connection.bus import TIMEOUT, Bus
-from inferbus.workers.bus.connection.message import NO_RESPONDERS, Message
+from inferbus.workers.bus.connection.message import STREAM, Message
+from inferbus.workers.bus.connection.protocol import Headers
 from inferbus.workers.bus.errors import (
     FULL,
     JETSTREAM_OFF,
@@ -34,7 +36,7 @@ from inferbus.workers.bus.errors import (
 )
 from inferbus.workers.bus.interface import PubAck, Stored
 from inferbus.workers.bus.jetstream.entrance import Entrance, entrance
-from inferbus.workers.bus.jetstream.layout import guarded_stream
+from inferbus.workers.bus.jetstream.layout import guarded_stream, in_account
 
 API: Final = "$JS.API"
 TRIES: Final = 3
@@ -120,12 +122,13 @@ class JetStream:
         await self._bus.flush()
 
     async def call(self, path: str, body: Any = None, *, timeout: float = TIMEOUT) -> dict[str, Any]:
-        """One call of JetStream's API, `STREAM.INFO.X` for example.
+        """One call of JetStream's API, `STREAM.INFO.X` for example, with the contract's names of streams.
 
         Raises:
             ApiError: JetStream refused; carries its error code.
             BusUnavailable: It does not answer, or this user may not call it.
         """
+        path = ".".join(in_account(each, self._bus.subjects) for each in path.split("."))
         data = b"" if body is None else msgspec.json.encode(body)
         try:
             message = await self._bus.request(f"{API}.{path}", data, timeout=timeout)
@@ -242,7 +245,7 @@ class JetStream:
     async def last(self, stream: str, subject: str) -> Stored | None:
         """See `Broker`."""
         try:
-            message = await self._bus.request(f"{API}.DIRECT.GET.{stream}.{subject}")
+            message = await self._bus.request(f"{self._direct_get(stream)}.{subject}")
         except NoResponders:
             # A stream without direct access, or none at all; this call tells which.
             return await self.get(stream, {"last_by_subj": subject})
@@ -280,7 +283,7 @@ class JetStream:
         query: dict[str, Any] = {"seq": first, "next_by_subj": subject}
         limits = {"batch": min(batch or PAGE, PAGE), "max_bytes": PAGE_BYTES}
         try:
-            return await self._batch(f"{API}.DIRECT.GET.{stream}", query | limits)
+            return await self._batch(self._direct_get(stream), query | limits)
         except NoResponders:
             message = await self.get(stream, query)
             return ([], 0) if message is None else ([message], 1)
@@ -303,54 +306,41 @@ class JetStream:
                 return None
             raise
         message = answer["message"]
+        block = base64.b64decode(message.get("hdrs", ""))
+        headers = Headers(block) if block else None
         return Stored(
             subject=message["subject"],
             data=base64.b64decode(message.get("data", "")),
-            headers=_headers(base64.b64decode(message.get("hdrs", ""))),
+            headers=headers or {},
             sequence=message["seq"],
             time=parse_time(message["time"]),
+            forwarded=headers is not None and (bool(headers.status) or STREAM in headers),
+            undecodable=block if headers is not None and headers.malformed else None,
         )
+
+    def _direct_get(self, stream: str) -> str:
+        return f"{API}.DIRECT.GET.{in_account(stream, self._bus.subjects)}"
 
     async def _batch(self, subject: str, body: dict[str, Any]) -> tuple[list[Stored], int]:
         """One batch of direct gets (ADR-31), and how many messages there are beyond it."""
-        arrived: asyncio.Queue[Message] = asyncio.Queue()
-        inbox = self._bus.inbox(arrived.put_nowait)
         messages: list[Stored] = []
-        try:
-            async with asyncio.timeout(TIMEOUT):
-                await self._bus.until_connected()
-            self._bus.send(subject, msgspec.json.encode(body), reply=inbox.subject)
-            while True:
-                async with asyncio.timeout(TIMEOUT):
-                    message = await arrived.get()
+        async with contextlib.aclosing(self._bus.ask(subject, msgspec.json.encode(body))) as answers:
+            async for message in answers:
                 status = message.status
-                if status == NO_RESPONDERS:
-                    raise NoResponders(f"nobody listens on {subject}")
                 if status == NO_MESSAGE:
                     return messages, 0
                 if status == END_OF_BATCH:
                     return messages, int(message.headers.get("Nats-Num-Pending", 0))
                 if status:
-                    reason = message.headers.get("Description", status)
+                    reason = message.description or status
                     raise BusUnavailable(f"{subject} failed: {reason}")
                 messages.append(_stored(message))
-        except TimeoutError:
-            if not self._bus.may_publish(subject):
-                raise NotPermitted(f"not permitted to publish to {subject}") from None
-            raise BusUnavailable(f"{subject} was not answered in time") from None
-        finally:
-            inbox.close()
+        raise AssertionError("unreachable")
 
 
 def parse_time(text: str) -> dt.datetime:
     """A time stamp of the server; it has nanoseconds, which `datetime` cuts off."""
     return dt.datetime.fromisoformat(text)
-
-
-def _headers(block: bytes) -> dict[str, str]:
-    lines = block.decode(errors="replace").split("\r\n")[1:]
-    pairs = (line.partition(":") for line in lines if ":" in line)
-    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def _stored(message: Message) -> Stored:
@@ -361,6 +351,9 @@ def _stored(message: Message) -> Stored:
         headers={key: value for key, value in headers.items() if key not in _OWN_HEADERS},
         sequence=int(headers["Nats-Sequence"]),
         time=parse_time(headers["Nats-Time-Stamp"]),
+        # The server adds its own to what the message had.
+        forwarded=bool(message.status_line) or STREAM in message.repeated,
+        undecodable=message.undecodable,
     )
 
 
@@ -380,7 +373,7 @@ def _refused(error: _Error, what: str) -> ApiError:
     # One code (JSStreamStoreFailedF) stands for every limit of a stream; the server tells them apart in its
     # description alone.
     if error.err_code == STORE_FAILED and "per subject" in error.description:
-        reason = "too many open jobs of this owner (--streams-owner-jobs)"
+        reason = "too many messages on this subject (of jobs: see --streams-owner-jobs)"
         return SubjectFull(f"{what}: {reason}: {error.description}", **codes)
     if error.err_code in FULL:
         reason = "the stream is full" if error.err_code == STORE_FAILED else "there is no room"

@@ -102,6 +102,8 @@ def _weaker(wanted: dict[str, Any], existing: dict[str, Any]) -> list[str]:
     # value is not stronger.
     if wanted.get("max_msgs_per_subject") == 1 or wanted.get("discard_new_per_subject"):
         checks["max_msgs_per_subject"] = _equal
+    if wanted.get("max_msg_size", -1) > 0:
+        checks["max_msg_size"] = _equal
     # A second subject would be a way around the entrance.
     if "subject_transform" in wanted:
         checks["subjects"] = _equal_sets

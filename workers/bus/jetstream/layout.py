@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from typing import Any, Final
 
 from inferbus.schemas import fleet
@@ -20,6 +21,9 @@ OBJECTS: Final = "INFER_OBJECTS"
 WORKERS: Final = f"KV_{fleet.BUCKET}"
 """The stream behind the key-value bucket (ADR-8)."""
 
+CONTRACT: Final = frozenset({JOBS, STREAM, RESULTS, DEAD, CANCEL, OBJECTS, WORKERS})
+"""Every stream, by its name under the default prefix; `in_account` has the name under another one."""
+
 ANNOUNCE_TTL: Final = 10.0
 """Seconds after which a worker that does not announce itself is no longer listed."""
 
@@ -27,7 +31,13 @@ MAX_ACK_PENDING: Final = 100_000
 """Of all workers together; the bound in force is the number of their slots."""
 
 CANCELS_KEPT: Final = 64
-"""Cancels of one job id that are remembered."""
+"""Cancels of one job id that are remembered; a day long."""
+
+OWNER_JOBS: Final = 10_000
+"""Open jobs of one owner for a model, class and kind, where neither settings nor the stream say otherwise."""
+
+CANCEL_BYTES: Final = 1024
+"""Of one cancel mark, which has headers only."""
 
 MAX_WAITING: Final = 4096
 """Open pull requests of all workers together."""
@@ -43,8 +53,8 @@ def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[st
     see `entrance`.
 
     Streams whose messages must not be lost refuse what does not fit (`discard: new`): jobs, results, dead
-    letters, objects. Chunks and cancel marks are discarded by age instead (`discard: old`), since a worker
-    must never wait for their readers.
+    letters, objects, and cancel marks, which one owner could push out with many of its own. Chunks are
+    discarded by age instead (`discard: old`), since a worker must never wait for their readers.
     """
     s = settings
     jobs = _stream(JOBS, [], s, s.jobs_max_bytes, s.jobs_max_age)
@@ -53,7 +63,7 @@ def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[st
     dead = _stream(DEAD, [], s, s.dead_max_bytes, s.dead_max_age)
     cancel = _stream(CANCEL, [subjects.all("cancel")], s, 64 * MIB, DAY)
     objects = _stream(OBJECTS, [subjects.all("objects")], s, s.objects_max_bytes, s.results_max_age)
-    workers = _stream(WORKERS, [f"$KV.{fleet.BUCKET}.>"], s, 16 * MIB, ANNOUNCE_TTL)
+    workers = _stream(WORKERS, [f"$KV.{bucket(subjects)}.>"], s, 16 * MIB, ANNOUNCE_TTL)
     light = _light(settings)
     return [
         _capped(jobs, settings) | {"retention": "workqueue"},
@@ -62,17 +72,45 @@ def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[st
         guarded(dead, subjects, ("dead",)),
         objects,
         # More than one mark per job: each may be for another submission with the same id.
-        cancel | {"discard": "old", "max_msgs_per_subject": CANCELS_KEPT},
+        cancel
+        | {
+            "max_msgs_per_subject": CANCELS_KEPT,
+            "discard_new_per_subject": True,
+            "max_msg_size": CANCEL_BYTES,
+        },
         # As ADR-8 lays out a bucket, so that `nats kv` reads it.
         workers | light | {"max_msgs_per_subject": 1, "allow_rollup_hdrs": True, "deny_delete": True},
     ]
 
 
+def in_account(name: str, subjects: Subjects) -> str:
+    """The name of one of the contract's streams as the server has it; any other name stays as it is.
+
+    Deployments with prefixes of their own share an account, and nothing in it: `infer` has `INFER_JOBS`,
+    `acme.llm` has `ACME_LLM_JOBS`. Where two prefixes make one name, provisioning refuses the second one.
+    """
+    return name.replace("INFER", subjects.prefix.upper().replace(".", "_"), 1) if name in CONTRACT else name
+
+
+def bucket(subjects: Subjects) -> str:
+    """The name of the workers' key-value bucket."""
+    return in_account(WORKERS, subjects).removeprefix("KV_")
+
+
 def new_stream(config: dict[str, Any], subjects: Subjects) -> dict[str, Any]:
-    """What a stream is made with where it is not there: more than one that is there is compared with."""
+    """What a stream is made with where it is not there: more than one that is there is compared with.
+
+    Submissions and results are known by their sequences, also after their stream was deleted and made again.
+    So it does not begin at 1, but at the time in microseconds: above every sequence that it ever had.
+    """
+    new = dict(config)
     if config["name"] == JOBS:
-        return config | {"subjects": [no_jobs(subjects)]}
-    return config
+        new["subjects"] = [no_jobs(subjects)]
+        new.setdefault("max_msgs_per_subject", OWNER_JOBS)
+        new["discard_new_per_subject"] = True
+    if config["name"] in (JOBS, RESULTS):
+        new["first_seq"] = time.time_ns() // 1000
+    return new
 
 
 def no_jobs(subjects: Subjects) -> str:

@@ -24,7 +24,7 @@ AT_ONCE: Final = 4
 
 
 class Objects:
-    """Stores, fetches and removes large bodies.
+    """Stores, fetches and removes large bodies; implements `ObjectStore`.
 
     Args:
         bus: The connection.
@@ -35,11 +35,11 @@ class Objects:
         self._jetstream = JetStream(bus)
 
     async def store(self, owner: str, data: bytes) -> ObjectRef:
-        """Stores a body; the reference is valid once this returns.
+        """See `ObjectStore`. Where it fails, parts may be left, which expire.
 
         Raises:
             PayloadTooLarge: Over `limits.OBJECT_BYTES`; nothing was stored.
-            StreamFull: No room; parts may be left, which expire.
+            StreamFull: No room.
             BusUnavailable: NATS did not take it, or this server has no stream for objects.
         """
         if len(data) > OBJECT_BYTES:
@@ -65,12 +65,7 @@ class Objects:
         return reference
 
     async def fetch(self, owner: str, reference: ObjectRef) -> bytes:
-        """An object's content, checked against its digest.
-
-        Raises:
-            InvalidRequest: Parts are missing, or the content is not what the reference describes.
-            BusUnavailable: The server did not answer, or this user may not read it.
-        """
+        """See `ObjectStore`."""
         parts: list[bytes] = []
         for first in range(0, reference.parts, AT_ONCE):
             numbers = range(first, min(first + AT_ONCE, reference.parts))
@@ -88,10 +83,6 @@ class Objects:
         return data
 
     async def remove(self, owner: str, reference: ObjectRef) -> None:
-        """Removes an object; for workers and operators.
-
-        Raises:
-            BusUnavailable: The server did not answer, or does not allow it.
-        """
+        """See `ObjectStore`; for workers and operators."""
         subject = self._bus.subjects.object(owner, reference.id, "*")
         await self._jetstream.call(f"STREAM.PURGE.{layout.OBJECTS}", {"filter": subject})

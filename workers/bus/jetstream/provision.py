@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import structlog
+
+from inferbus.schemas.subjects import Subjects
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.errors import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, ApiError, ProvisionError
 from inferbus.workers.bus.jetstream import layout
@@ -16,6 +19,8 @@ from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.bus.jetstream.differences import differences, strengthened
 from inferbus.workers.bus.jetstream.models import capture_jobs
 from inferbus.workers.config import StreamSettings
+
+log = structlog.get_logger()
 
 _IN_USE: Final = frozenset({10058, 10148, 10013})
 """Stream, consumer, consumer of an old server: exists already, with another configuration."""
@@ -40,14 +45,19 @@ async def provision(
     jetstream = JetStream(bus)
     for config in layout.stream_configs(bus.subjects, settings):
         name = config["name"]
-        new = layout.new_stream(config, bus.subjects)
+        new = layout.new_stream(config, bus.subjects) | {"name": layout.in_account(name, bus.subjects)}
         existing = await _get_or_create(jetstream, "STREAM", name, new)
+        if foreign := _foreign(existing, bus.subjects):
+            raise ProvisionError(
+                f"the stream {new['name']} holds {', '.join(foreign)}: it belongs to a deployment with "
+                f"another prefix than {bus.subjects.prefix!r}; choose one that differs beyond case and dots"
+            )
         if not (differing := differences(config, existing)):
             continue
         if adopt:
             await jetstream.call(f"STREAM.UPDATE.{name}", strengthened(config, existing))
         else:
-            problems.append(f"stream {name}: {'; '.join(differing)}")
+            problems.append(f"stream {new['name']}: {'; '.join(differing)}")
     if problems:
         raise _refusal(problems)
     if model is not None:
@@ -71,6 +81,7 @@ async def ensure_consumer(
     """
     name = config["durable_name"]
     jetstream = JetStream(bus)
+    stream = layout.in_account(stream, bus.subjects)
     existing = await _get_or_create(jetstream, "CONSUMER", f"{stream}.{name}", config)
     if not (differing := differences(config, existing)):
         return existing
@@ -98,12 +109,22 @@ async def _get_or_create(
         # The filter is not repeated in the subject, where its wildcards would not be wildcards.
         body = {"stream_name": name.split(".")[0], "config": config, "action": "create"}
     try:
-        return dict((await jetstream.call(f"{kind}.CREATE.{name}", body))["config"])
+        made = dict((await jetstream.call(f"{kind}.CREATE.{name}", body))["config"])
     except ApiError as error:
         if error.err_code not in _IN_USE:
             raise
         # Another worker has made it meanwhile.
         return dict((await jetstream.call(f"{kind}.INFO.{name}"))["config"])
+    log.info("jetstream.made", kind=kind.lower(), name=name)
+    return made
+
+
+def _foreign(existing: dict[str, Any], subjects: Subjects) -> list[str]:
+    """What a stream stores that no stream of this prefix stores."""
+    transform = existing.get("subject_transform")
+    stored = [transform["dest"]] if transform else existing.get("subjects") or []
+    own = (f"{subjects.prefix}.", f"$KV.{layout.bucket(subjects)}.")
+    return [each for each in stored if not each.startswith(own)]
 
 
 def _refusal(problems: list[str]) -> ProvisionError:

@@ -50,12 +50,13 @@ async def job_consumers(
         BusUnavailable: JetStream is off, or a subject is not permitted.
     """
     await capture_jobs(bus, model)
+    stream = layout.in_account(layout.JOBS, bus.subjects)
     consumers = []
     for job_class in classes:
         wanted = layout.job_consumer(bus.subjects, model, job_class, ack_wait=ack_wait)
-        config = await ensure_consumer(bus, layout.JOBS, wanted, adopt=adopt)
+        config = await ensure_consumer(bus, stream, wanted, adopt=adopt)
         name, wait = wanted["durable_name"], config.get("ack_wait", wanted["ack_wait"])
-        consumers.append(Consumer(stream=layout.JOBS, name=name, ack_wait=seconds(wait)))
+        consumers.append(Consumer(stream=stream, name=name, ack_wait=seconds(wait)))
     return consumers
 
 

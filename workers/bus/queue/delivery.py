@@ -21,6 +21,8 @@ from inferbus.workers.bus.interface import Stored
 
 log = structlog.get_logger()
 
+NAK: Final = b"-NAK"
+"""Gives a job back: it is delivered again before new ones, after those that were given back before."""
 ACK_TIMEOUT: Final = 2.0
 ACK_TRIES: Final = 3
 FORGOTTEN: Final = 1.0
@@ -73,6 +75,8 @@ class NatsDelivery:
             headers=message.headers,
             sequence=ack.sequence,
             time=ack.time,
+            forwarded=message.forwarded,
+            undecodable=message.undecodable,
         )
         self._attempt = ack.attempt
         self._taken = self._seen = time.monotonic()
@@ -119,7 +123,7 @@ class NatsDelivery:
         # Once: the server looks at the job and not at the delivery (nats-server, processNak). A second one,
         # sent because the first was slow, would take the job from its next owner. A lost one costs the ack
         # wait.
-        await self._end(b"-NAK " + msgspec.json.encode(body) if delay > 0 else b"-NAK", tries=1)
+        await self._end(NAK + b" " + msgspec.json.encode(body) if delay > 0 else NAK, tries=1)
 
     async def term(self, reason: str) -> None:
         """See `Delivery`. nats-py's `term` takes no reason."""

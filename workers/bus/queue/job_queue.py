@@ -35,13 +35,17 @@ from inferbus.workers.bus.errors import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, Ap
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.bus.queue.delivery import AckSubject, Heartbeats, NatsDelivery
 from inferbus.workers.bus.queue.fairness import Fair
-from inferbus.workers.bus.queue.pull_requests import PriorityClass, PullRequests
+from inferbus.workers.bus.queue.pull_requests import (
+    NO_MESSAGES,
+    REQUEST_TIMEOUT,
+    PriorityClass,
+    PullRequests,
+)
+from inferbus.workers.bus.queue.reordering import Reordering
 
 log = structlog.get_logger()
 
 IDLE_HEARTBEAT: Final = "100"
-NO_MESSAGES: Final = "404"
-REQUEST_TIMEOUT: Final = "408"
 
 _PROBE: Final = "probe"
 
@@ -93,6 +97,9 @@ class JobQueue:
         self._failures = 0
         self._logged = -LOG_INTERVAL
         self.heartbeats = Heartbeats(bus, ack_wait, stalled=self._changed.set)
+        self._reordering = Reordering(
+            bus, classes, ack_wait=ack_wait, active=lambda: self._may_pull, clock=clock
+        )
         self.troubles = 0
 
     @property
@@ -156,6 +163,7 @@ class JobQueue:
         self._changed.set()
         if self._loop is not None and not self._loop.done():
             await self._quiet.wait()
+            await self._reordering.settled()
             if self._stopped:
                 self._loop.cancel()
                 await asyncio.wait({self._loop})
@@ -182,9 +190,11 @@ class JobQueue:
     @property
     def _wanted(self) -> int:
         """How many jobs are wanted at the moment."""
-        if self._stopped or self._paused or not self._bus.connected or self._suspect_for > 0:
-            return 0
-        return sum(not taker.done() for taker in self._takers)
+        return sum(not taker.done() for taker in self._takers) if self._may_pull else 0
+
+    @property
+    def _may_pull(self) -> bool:
+        return not (self._stopped or self._paused) and self._bus.connected and self._suspect_for <= 0
 
     @property
     def _suspect_for(self) -> float:
@@ -193,6 +203,7 @@ class JobQueue:
 
     async def _run(self) -> None:
         forget = self._bus.on_change(lambda _: self._changed.set())
+        reordering = asyncio.create_task(self._reordering.run(), name="job-order")
         probes: Subscription | None = None
         try:
             while not self._bus.closed.is_set():
@@ -204,7 +215,9 @@ class JobQueue:
                     continue
                 self._quiet.clear()
                 try:
-                    probes = probes or await self._bus.subscribe(self._pulls.replies(_PROBE), self._arrived)
+                    probes = probes or await self._bus.subscribe(
+                        self._pulls.replies(_PROBE), self._arrived, undecodable=True
+                    )
                     await self._round()
                 except BusUnavailable as error:
                     self._problem = error.message
@@ -215,6 +228,7 @@ class JobQueue:
                     await self._recover()
         finally:
             self._quiet.set()
+            reordering.cancel()
             forget()
             if self._bus.closed.is_set():
                 self._refuse_takers(BusUnavailable("the connection to NATS is closed"))
@@ -245,7 +259,7 @@ class JobQueue:
     async def _wait(self) -> None:
         """Asks every class and waits, until a job came for every taker, or something went wrong."""
         group = self._pulls.new_group()
-        waiting = await self._bus.subscribe(self._pulls.replies(group), self._arrived)
+        waiting = await self._bus.subscribe(self._pulls.replies(group), self._arrived, undecodable=True)
         try:
             while (wanted := self._wanted) and self._problem is None:
                 for each in self._classes.values():
@@ -284,6 +298,7 @@ class JobQueue:
             return
         if priority_class is not None:
             self._fair.picked(priority_class.job_class)
+            self._reordering.arrived(priority_class.job_class)
         self._give(NatsDelivery(self._bus, message, ack, self.heartbeats))
 
     def _give(self, delivery: NatsDelivery) -> None:
@@ -308,7 +323,7 @@ class JobQueue:
         if status in (NO_MESSAGES, REQUEST_TIMEOUT):
             self._answered()
         elif was_open:
-            self._problem = message.headers.get("Description", "") or f"status {status}"
+            self._problem = message.description or f"status {status}"
 
     def _answered(self) -> None:
         """The consumers are there."""

@@ -12,6 +12,10 @@ from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.durations import nanoseconds
 from inferbus.workers.bus.jetstream.client import API
 
+NO_MESSAGES: Final = "404"
+REQUEST_TIMEOUT: Final = "408"
+"""How the server ends a request without a fault."""
+
 EXPIRES: Final = 2.0
 """Seconds that a waiting request lives: a server that restarted has forgotten it."""
 

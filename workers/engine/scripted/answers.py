@@ -9,7 +9,7 @@ import msgspec
 
 from inferbus.schemas.answers import PromptTokensDetails, Usage
 from inferbus.schemas.errors import EngineFailed
-from inferbus.workers.engine.interface import Delta
+from inferbus.workers.engine.interface import AnswerIdentity, Delta
 
 OBJECTS: Final = {
     "chat": ("chat.completion", "chat.completion.chunk", "chatcmpl-"),
@@ -25,8 +25,7 @@ class TextAnswer:
         kind: Literal["chat", "completions"],
         *,
         model: str,
-        identity: str,
-        created: int,
+        identity: AnswerIdentity,
         prompt_tokens: int,
         choices: int = 1,
         include_usage: bool = False,
@@ -37,8 +36,7 @@ class TextAnswer:
         Args:
             kind: Which of the two.
             model: The served model name.
-            identity: Unique; part of the answer's `id`.
-            created: Unix seconds.
+            identity: Of the answer.
             prompt_tokens: Counted once, whatever the number of choices.
             choices: How many.
             include_usage: Whether a last chunk holds the usage.
@@ -46,7 +44,11 @@ class TextAnswer:
         """
         self._chat = kind == "chat"
         self._whole, self._chunk, prefix = OBJECTS[kind]
-        self._identity: dict[str, Any] = {"id": prefix + identity, "created": created, "model": model}
+        self._identity: dict[str, Any] = {
+            "id": prefix + identity.id,
+            "created": identity.created,
+            "model": model,
+        }
         self._prompt_tokens = prompt_tokens
         self._include_usage = include_usage
         self._echo = echo

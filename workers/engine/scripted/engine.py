@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import signal
-import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 
 from inferbus.schemas.errors import BY_CODE, Cancelled, EngineFailed, InferbusError
 from inferbus.schemas.fleet import Capacity, Role, Signature
@@ -78,8 +76,6 @@ class ScriptedEngine:
         role: prefill, decode or both. The first two insist on a rendezvous, but nothing is transferred:
             a prefill leg is done after its delay.
         model: The served model name.
-        now: Wall clock, of the answers' `created`.
-        identity: Of the answers' `id`.
     """
 
     def __init__(
@@ -88,15 +84,11 @@ class ScriptedEngine:
         *,
         role: Role = "both",
         model: str = "scripted",
-        now: Callable[[], float] = time.time,
-        identity: Callable[[], str] = lambda: secrets.token_hex(16),
     ) -> None:
         self._script = script or Script()
         self._role = role
         self._tokenizer = ByteTokenizer(self._script.words)
         self._info = _info(self._script, role, model)
-        self._now = now
-        self._identity = identity
         self._running: dict[str, _Running] = {}
         self._prompts = PrefillQueue(self._script.kv_tokens)
         self._struck: Counter[int] = Counter()
@@ -121,14 +113,7 @@ class ScriptedEngine:
             CallerError: The request cannot be served.
         """
         checked = prepare(request, self._info, self._tokenizer)
-        return ScriptedPrompt(
-            request,
-            checked,
-            self._info.model,
-            tokenizer=self._tokenizer,
-            created=self._now,
-            identity=self._identity,
-        )
+        return ScriptedPrompt(request, checked, self._info.model, tokenizer=self._tokenizer)
 
     async def generate(self, leg: Leg) -> AsyncGenerator[Delta, None]:
         """Plays the first rule that fits the leg.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from inferbus.schemas.errors import ContextLengthExceeded, InvalidRequest, NotSupported
 from inferbus.schemas.requests import AnyRequest, ChatRequest, CompletionRequest, TokenRequest
-from inferbus.workers.engine.interface import AnswerFormatter, EngineInfo, Leg
+from inferbus.workers.engine.interface import AnswerFormatter, AnswerIdentity, EngineInfo, Leg
 from inferbus.workers.engine.scripted.answers import TextAnswer
 from inferbus.workers.engine.scripted.script import USER
 from inferbus.workers.engine.scripted.text import ByteTokenizer
@@ -36,16 +35,12 @@ class ScriptedPrompt:
         model: str,
         *,
         tokenizer: ByteTokenizer,
-        created: Callable[[], float],
-        identity: Callable[[], str],
     ) -> None:
         self._request = request
         self._token_ids, self._echo = checked
         self._left = request.sampling.max_new_tokens
         self._tokenizer = tokenizer
         self._model = model
-        self._created = created
-        self._identity = identity
 
     @property
     def token_ids(self) -> list[int]:
@@ -85,7 +80,7 @@ class ScriptedPrompt:
         resumed._left = left
         return resumed
 
-    def answer(self) -> AnswerFormatter:
+    def answer(self, identity: AnswerIdentity | None = None) -> AnswerFormatter:
         """A fresh formatter."""
         request = self._request
         if isinstance(request, TokenRequest):
@@ -94,8 +89,7 @@ class ScriptedPrompt:
         return TextAnswer(
             request.kind,
             model=self._model,
-            identity=self._identity(),
-            created=int(self._created()),
+            identity=identity or AnswerIdentity.new(),
             prompt_tokens=len(self._token_ids),
             choices=self.choices,
             include_usage=bool(options and options.include_usage),

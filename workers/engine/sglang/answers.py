@@ -9,7 +9,7 @@ as it came, in a stream as in one piece, where SGLang completes it or drops it.
 
 from __future__ import annotations
 
-import time
+import re
 from collections.abc import AsyncIterable, AsyncIterator
 from contextlib import aclosing
 from typing import Any, Final
@@ -17,12 +17,14 @@ from typing import Any, Final
 import msgspec
 
 from inferbus.schemas.errors import EngineFailed
-from inferbus.workers.engine.interface import Delta
+from inferbus.workers.engine.interface import AnswerIdentity, Delta
 from inferbus.workers.engine.sglang.redaction import unquoted
 from inferbus.workers.engine.sglang.toolcalls import SentCalls
 
 _GROWING: Final = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
 """Lists in `meta_info` that hold one step's values when streaming by increments."""
+
+_CREATED: Final = re.compile(r'"created":\d+')
 
 _FINISH: Final = '"finish_reason":"'
 """In the chunk that ends a choice, and in no other, except inside of a string."""
@@ -34,16 +36,18 @@ class OpenAIAnswer:
     Args:
         handler: SGLang's `OpenAIServingChat` or `OpenAIServingCompletion`, on a `PassThrough`.
         request: SGLang's OpenAI request, as its conversion left it.
+        identity: Of the answer; SGLang's own is a leg's, and of the moment of each chunk.
         chat: Which of the two it is.
     """
 
-    def __init__(self, handler: Any, request: Any, *, chat: bool) -> None:
+    def __init__(self, handler: Any, request: Any, identity: AnswerIdentity, *, chat: bool) -> None:
         self._handler = handler
+        self._identity = identity
+        self._created = f'"created":{identity.created}'
         self._request = request
         self._stream = handler._generate_chat_stream if chat else handler._generate_completion_stream
         self._build = handler._build_chat_response if chat else handler._build_completion_response
         self._outputs: dict[int, dict[str, Any]] = {}
-        self._id: str | None = None
         parsed = chat and bool(handler.tool_call_parser or handler.reasoning_parser)
         self._flushes = not chat or parsed or not request.logprobs
         self._logprobs: dict[int, Any] = {}
@@ -58,6 +62,8 @@ class OpenAIAnswer:
                     return
                 if body.startswith('{"error"'):
                     raise _streamed_error(body)
+                # It stands before everything that a model or a caller has written.
+                body = _CREATED.sub(self._created, body, count=1)
                 if self._calls is not None or (self._logprobs and _FINISH in body):
                     yield self._amended(body)
                 else:
@@ -68,7 +74,7 @@ class OpenAIAnswer:
         outputs = [self._outputs[index] for index in sorted(self._outputs)]
         if len(outputs) != (self._request.n or 1):
             raise EngineFailed("not every choice has finished")
-        response = self._build(self._request, [_joined(output) for output in outputs], int(time.time()))
+        response = self._build(self._request, [_joined(output) for output in outputs], self._identity.created)
         if not hasattr(response, "model_dump_json"):  # An HTTP error response.
             raise EngineFailed("SGLang could not format the answer")
         body = response.model_dump_json().encode("utf-8", "replace")
@@ -93,11 +99,8 @@ class OpenAIAnswer:
             meta["prompt_tokens"] = delta.prompt_tokens
             meta["completion_tokens"] = delta.completion_tokens
             meta["cached_tokens"] = delta.cached_tokens or 0
-            if self._id is None:
-                self._id = meta.setdefault("id", "")
-            elif meta.get("id") != self._id:
-                # Each leg has an id of its own; OpenAI's clients expect one for all choices.
-                meta = {**meta, "id": self._id}
+            # Each leg has an id of its own; OpenAI's clients expect one for all choices.
+            meta["id"] = self._identity.id
             self._keep(delta, meta)
             if delta.finish is not None:
                 self._end(delta, meta)

@@ -8,6 +8,7 @@ from typing import Any
 from inferbus.schemas.fleet import Role
 from inferbus.schemas.requests import AnyRequest
 from inferbus.workers.engine.interface import Delta, EngineInfo, EngineLoad, Leg, Prompt
+from inferbus.workers.engine.progress import Progress
 from inferbus.workers.engine.sglang import bootstrap, health, launch, options
 from inferbus.workers.engine.sglang.bounds import Bounds
 from inferbus.workers.engine.sglang.calls import Calls
@@ -42,6 +43,7 @@ class SGLangEngine:
         advertise_host: str | None = None,
         transfer_timeout: float = options.TRANSFER_SECONDS,
         trust_grammars: bool = False,
+        progress: Progress | None = None,
     ) -> SGLangEngine:
         """Starts an engine in this process; blocks the event loop while the model loads.
 
@@ -55,21 +57,25 @@ class SGLangEngine:
                 machine's own.
             transfer_timeout: Seconds that one side of a KV transfer waits for the other.
             trust_grammars: Whether grammars and stop patterns of requests go to the engine unchecked.
+            progress: Told what is being done.
 
         Raises:
             LaunchFailed: It did not start; nothing of it is left behind.
         """
         version = installed_version()
+        progress = progress or Progress()
+        progress.say("loading SGLang")
         options.prepare_environment(transfer_timeout)
         with collector_paused():
             chosen = options.read(
                 argv, role=role, model=model, bootstrap_port=bootstrap_port, advertise_host=advertise_host
             )
-            engine = launch.build(chosen)
+            engine = launch.build(chosen, progress)
         try:
             manager = engine.tokenizer_manager
             if chosen.bootstrap is not None:
                 await bootstrap.wait_ready(manager, chosen.bootstrap)
+            progress.say("computing a first token")
             # The first request would wait for this otherwise, and a worker is announced only if it works.
             await health.probe(manager, role, within=health.FIRST_SECONDS)
             answers = role != "prefill" and manager.tokenizer is not None

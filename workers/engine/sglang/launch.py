@@ -26,8 +26,10 @@ from typing import Any, Final, NoReturn
 
 import structlog
 
+from inferbus.workers.engine.progress import Progress
 from inferbus.workers.engine.sglang import processes
 from inferbus.workers.engine.sglang.options import Options, one_line
+from inferbus.workers.engine.sglang.redaction import redacted_record, without_secrets
 from inferbus.workers.engine.sglang.startup import LaunchFailed
 from inferbus.workers.observe import logs
 
@@ -40,8 +42,12 @@ ENGINE_DIED: Final = 70
 """Exit status of a process whose engine died (`EX_SOFTWARE`)."""
 
 
-def build(options: Options) -> Any:
+def build(options: Options, progress: Progress) -> Any:
     """An `sgl.Engine`, ready, bound to the running event loop. Blocks while the model loads.
+
+    Args:
+        options: How to start it.
+        progress: Told what is being done.
 
     Raises:
         LaunchFailed: It did not start.
@@ -50,9 +56,13 @@ def build(options: Options) -> Any:
         raise LaunchFailed("the engine has to be built in the main thread: SGLang needs its signal handlers")
     before = processes.descendants()
     with tempfile.TemporaryDirectory(prefix="inferbus-engine-") as scratch, _own_logging():
-        report = Path(scratch, "reason")
-        os.environ[processes.REPORT] = str(report)
+        report = Path(scratch, processes.REASON)
+        os.environ[processes.REPORT] = scratch
+        progress.say("starting the engine's processes")
+        progress.follow(Path(scratch, processes.PHASE))
         signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGQUIT)}
+        # SGLang logs in this process as well.
+        logging.setLogRecordFactory(redacted_record)
         try:
             # The loop cannot run while SGLang loads, so SIGTERM has to end the process by itself.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -62,9 +72,10 @@ def build(options: Options) -> Any:
             processes.end(processes.descendants() - before)
             for number, handler in signals.items():
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-            reason = report.read_text() if report.exists() else one_line(error)
+            reason = without_secrets(report.read_text()) if report.exists() else one_line(error)
             raise LaunchFailed(f"the engine did not start: {reason}") from error
         finally:
+            progress.follow(None)
             del os.environ[processes.REPORT]
     return engine
 

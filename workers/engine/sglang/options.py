@@ -14,6 +14,7 @@ import os
 import platform
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import msgspec
@@ -21,6 +22,7 @@ import msgspec
 from inferbus.schemas.fleet import Bootstrap, Role
 from inferbus.workers.engine import cpu
 from inferbus.workers.engine.sglang import scheduling
+from inferbus.workers.engine.sglang.redaction import remember_secrets, without_secrets
 from inferbus.workers.engine.sglang.startup import LaunchFailed
 
 MODES: Final[dict[Role, str]] = {"prefill": "prefill", "decode": "decode", "both": "null"}
@@ -88,6 +90,8 @@ def read(
     argv = _with_config_file(parser, list(argv))
     given = _given(argv)
     values = parser.parse_args(argv)
+    remember_secrets(values)
+    _check_paths(values)
     # ServerArgs takes this one from here, as SGLang's own entry point has it.
     values._radix_eviction_policy_explicitly_set = "radix_eviction_policy" in given
     _check(given, role)
@@ -106,14 +110,14 @@ def read(
         cpu.prepare_environment(values.tp_size * values.pp_size * values.dp_size)
     try:
         arguments = _server_args().from_cli_args(values)
-    except (ValueError, TypeError, AssertionError, OSError) as error:
+    except Exception as error:  # foreign code: it reads the model's files, from a hub where they are not here
         raise LaunchFailed(one_line(error)) from error
     return Options(role=role, arguments=arguments, bootstrap=bootstrap)
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's first line with something on it, or its name."""
-    lines = (line.strip() for line in str(error).splitlines())
+    """An exception's first line with something on it, or its name; without secrets."""
+    lines = (line.strip() for line in without_secrets(str(error)).splitlines())
     return next((line for line in lines if line), type(error).__name__)[:500]
 
 
@@ -124,7 +128,15 @@ def _server_args() -> Any:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises instead of ending the process."""
+    """Raises instead of ending the process, and repeats no value of an option that it does not know."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """The options."""
+        found, rest = self.parse_known_args(args, namespace)
+        if rest:
+            unknown = [each.partition("=")[0] for each in rest if each.startswith("-")]
+            self.error(f"there is no {', '.join(unknown)}" if unknown else "a value belongs to no option")
+        return found
 
     def error(self, message: str) -> NoReturn:
         raise LaunchFailed(f"SGLang's options: {message}")
@@ -159,6 +171,14 @@ def _given(argv: list[str]) -> dict[str, Any]:
         action.default = argparse.SUPPRESS
         action.required = False
     return vars(parser.parse_args(argv))
+
+
+def _check_paths(values: argparse.Namespace) -> None:
+    """A folder that is not there would be taken for a name in a model hub."""
+    for name in ("model_path", "tokenizer_path"):
+        path = getattr(values, name, None) or ""
+        if path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().exists():
+            raise LaunchFailed(f"{_flag(name)}: no such folder: {path}")
 
 
 def _check(given: dict[str, Any], role: Role) -> None:

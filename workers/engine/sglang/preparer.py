@@ -100,7 +100,7 @@ class Preparer:
             request.token_ids,
             sampling=sampling,
             options=options,
-            answer=partial(TokensAnswer, request, prompt_tokens=len(request.token_ids), choices=choices),
+            answer=lambda _: TokensAnswer(request, prompt_tokens=len(request.token_ids), choices=choices),
         )
 
     async def _openai(self, request: ChatRequest | CompletionRequest) -> SGLangPrompt:

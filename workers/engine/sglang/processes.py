@@ -20,14 +20,29 @@ from pathlib import Path
 from typing import Any, Final
 
 from inferbus.workers.engine.sglang import detokenizer, transfer
-from inferbus.workers.engine.sglang.redaction import redacted_record
+from inferbus.workers.engine.sglang.redaction import redacted_record, remember_secrets
 from inferbus.workers.engine.sglang.startup import collector_paused
 from inferbus.workers.observe import logs
 
 _PR_SET_PDEATHSIG: Final = 1
 
 REPORT: Final = "INFERBUS_ENGINE_REPORT"
-"""Environment variable with the file that takes a failed child's last line."""
+"""Environment variable with the folder where the children of a starting engine report to their parent."""
+
+REASON: Final = "reason"
+"""File in it with a failed child's last line."""
+
+PHASE: Final = "phase"
+"""File in it with what the scheduler does."""
+
+_PHASES: Final = (
+    ("load weight begin", "loading weights, downloading them first where they are not here"),
+    ("load weight end", "allocating the KV cache"),
+    ("graph begin", "capturing graphs"),
+)
+"""What SGLang's messages say while it starts."""
+
+_PHASE_LOGGERS: Final = ("sglang.srt.model_executor", "sglang.srt.speculative")
 
 END_SECONDS: Final = 10.0
 
@@ -44,14 +59,14 @@ def run_scheduler(*arguments: Any, logging_settings: dict[str, Any] | None = Non
         logging_settings: `logs.settings` of the parent process.
         named: SGLang's.
     """
-    _prepare()
-    logging.setLogRecordFactory(redacted_record)
+    server_args = named.get("server_args", arguments[0] if arguments else None)
+    _prepare(server_args)
     # Every step of the scheduler looks up every stop pattern of every request by its text.
     re._MAXCACHE = STOP_PATTERNS  # type: ignore[attr-defined]
     if logging_settings is not None:
         logs.configure(**logging_settings)
     with collector_paused():
-        transfer.register(named.get("server_args", arguments[0] if arguments else None))
+        transfer.register(server_args)
         from sglang.srt.managers.scheduler import run_scheduler_process
 
     run_scheduler_process(*arguments, **named)
@@ -59,7 +74,7 @@ def run_scheduler(*arguments: Any, logging_settings: dict[str, Any] | None = Non
 
 def run_detokenizer(*arguments: Any, **named: Any) -> None:
     """SGLang's detokenizer process."""
-    _prepare()
+    _prepare(named.get("server_args", arguments[0] if arguments else None))
     with collector_paused():
         detokenizer.install()
         from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
@@ -99,14 +114,19 @@ def _psutil() -> Any:
     return psutil
 
 
-def _prepare() -> None:
+def _prepare(server_args: Any) -> None:
     _die_with_parent()
+    remember_secrets(server_args)
+    logging.setLogRecordFactory(redacted_record)
     # SGLang ends its children by SIGKILL, and they end themselves when their parent dies.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if path := os.environ.get(REPORT):
-        # SGLang resets the root logger's handlers, so this one sits below it.
-        logging.getLogger("sglang.srt.managers").addHandler(_Reporter(Path(path)))
+    if folder := os.environ.get(REPORT):
+        # SGLang resets the root logger's handlers, so these sit below it.
+        logging.getLogger("sglang.srt.managers").addHandler(_Reporter(Path(folder, REASON)))
+        phases = _Phases(Path(folder, PHASE))
+        for name in _PHASE_LOGGERS:
+            phases.listen(logging.getLogger(name))
 
 
 def _die_with_parent() -> None:
@@ -134,3 +154,38 @@ class _Reporter(logging.Handler):
         if "hit an exception" in message and lines and not self._path.exists():
             with contextlib.suppress(OSError):
                 self._path.write_text(lines[-1][:500])
+
+
+class _Phases(logging.Handler):
+    """Writes down what a starting engine does, from messages that SGLang does not log at the level it has."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        self._loggers: list[logging.Logger] = []
+
+    def listen(self, logger: logging.Logger) -> None:
+        """Takes the place of the root's handlers, so that those do not show what is below their level."""
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        self._loggers.append(logger)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        root = logging.getLogger()
+        if record.levelno >= root.level:
+            root.handle(record)
+        message = record.getMessage().lower()
+        phase = next((phase for mark, phase in _PHASES if mark in message), None)
+        # The folder is gone once the engine is up.
+        if not self._path.parent.exists():
+            self._end()
+        elif phase is not None:
+            with contextlib.suppress(OSError):
+                self._path.write_text(phase)
+
+    def _end(self) -> None:
+        for logger in self._loggers:
+            logger.removeHandler(self)
+            logger.setLevel(logging.NOTSET)
+            logger.propagate = True

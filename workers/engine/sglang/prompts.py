@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any, Final
 
-from inferbus.workers.engine.interface import AnswerFormatter, Leg
+from inferbus.workers.engine.interface import AnswerFormatter, AnswerIdentity, Leg
 
 SEEDS: Final = 2**64
 
@@ -31,7 +31,7 @@ class SGLangPrompt:
         sampling: dict[str, Any],
         options: dict[str, Any],
         choices: int,
-        answer: Callable[[], AnswerFormatter],
+        answer: Callable[[AnswerIdentity], AnswerFormatter],
         decode: Callable[[list[int]], str] | None = None,
         resumable: bool = False,
     ) -> None:
@@ -63,9 +63,9 @@ class SGLangPrompt:
             rid=rid, index=index, token_ids=self._token_ids, sampling=sampling, options=dict(self._options)
         )
 
-    def answer(self) -> AnswerFormatter:
+    def answer(self, identity: AnswerIdentity | None = None) -> AnswerFormatter:
         """See `Prompt.answer`."""
-        return self._answer()
+        return self._answer(identity or AnswerIdentity.new())
 
     def resumed(self, token_ids: list[int], text: str) -> SGLangPrompt | None:
         """See `Prompt.resumed`."""
