@@ -22,7 +22,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final, cast
 
 import msgspec
@@ -43,6 +43,7 @@ from inferbus.workers.admission import Permit
 from inferbus.workers.bus.interface import Broker, Delivery, Stored
 from inferbus.workers.jobs import cancel
 from inferbus.workers.jobs.attempt import Attempt, Envelope, durable, facts
+from inferbus.workers.jobs.bundle import HeldBundle, Places
 from inferbus.workers.jobs.cancel import Cancels
 from inferbus.workers.jobs.dead_letters import DeadLetters
 from inferbus.workers.jobs.duplicate import origin
@@ -122,6 +123,34 @@ class Deliveries:
             delivery: The job.
             permit: Has it run when its turn comes; at once without one.
         """
+        await self._held(delivery, permit, HeldJob.handle)
+
+    async def handle_bundle(self, delivery: Delivery, places: Places) -> None:
+        """Takes one delivery of several requests in one job to its acknowledgement; see `bundle`.
+
+        Args:
+            delivery: The job.
+            places: Has each request run when its turn comes.
+        """
+
+        async def handle(job: HeldJob) -> None:
+            bundle = HeldBundle(
+                self.runner, self.cancels, self.results, self.settings, delivery, job.envelope
+            )
+            stored = await bundle.handle(places)
+            if stored is None:
+                job.settled("repeated", reason="its result is stored, or another worker has it")
+                return
+            reply, body = stored
+            if reply:
+                self.broker.send(reply, body)
+            job.settled("finished", status="ok", code=None)
+
+        await self._held(delivery, None, handle)
+
+    async def _held(
+        self, delivery: Delivery, permit: Permit | None, handle: Callable[[HeldJob], Awaitable[None]]
+    ) -> None:
         message, settings = delivery.message, self.settings
         try:
             envelope = durable(
@@ -133,7 +162,7 @@ class Deliveries:
             return
         job = HeldJob(self, delivery, envelope, permit)
         try:
-            await job.handle()
+            await handle(job)
         except BusUnavailable as error:
             job.settled("left", error, reason=error.message)
 
@@ -153,13 +182,13 @@ class HeldJob:
     ) -> None:
         self._parts = parts
         self._delivery = delivery
-        self._envelope = envelope
+        self.envelope = envelope
         self._permit = permit
 
     @property
     def attempt(self) -> Attempt:
         """The attempt that this delivery is about, as far as the headers need not be read for it."""
-        return self._envelope.attempt
+        return self.envelope.attempt
 
     async def handle(self) -> None:
         """The table, before an attempt.
@@ -218,7 +247,7 @@ class HeldJob:
         )
         following = latest.number + 1
         attempt = msgspec.structs.replace(self.attempt, number=max(self.attempt.number, following))
-        self._envelope = msgspec.structs.replace(self._envelope, attempt=attempt)
+        self.envelope = msgspec.structs.replace(self.envelope, attempt=attempt)
         return result, latest.ended_in_order and attempt.number == following
 
     async def _try(self, result: FinalResult, *, begun: int | None = None) -> None:
@@ -234,7 +263,7 @@ class HeldJob:
                 if self._delivery.stale:
                     scope.end(LeaseLost("another worker may have taken the job over"))
             outcome = await parts.runner.run(
-                self._envelope,
+                self.envelope,
                 scope,
                 permit=self._permit,
                 resume_points=resume_points,
@@ -271,7 +300,7 @@ class HeldJob:
     async def _ends_before_the_engine(self) -> bool:
         """Whether an attempt would be refused, late or cancelled."""
         try:
-            attempt, _ = self._envelope.open()
+            attempt, _ = self.envelope.open()
         except CallerError:
             return True
         return self._parts.runner.expired(attempt) or await self._parts.cancels.aimed_at(self._scope())
@@ -286,7 +315,7 @@ class HeldJob:
         """What was answered is the answer to a repeated submission too, under its own number."""
         attempt = self.attempt
         with contextlib.suppress(CallerError):
-            attempt, _ = self._envelope.open()  # Its headers may name another reply subject.
+            attempt, _ = self.envelope.open()  # Its headers may name another reply subject.
         answered = without_nats(earlier.headers)
         attempt = msgspec.structs.replace(attempt, number=number(answered[headers.ATTEMPT]))
         fields = answered | {headers.SUBMISSION: str(attempt.submission)}
