@@ -62,11 +62,14 @@ class Backlog:
     Attributes:
         alone: Lines to be sent as jobs of their own.
         again: Lines to be bundled again; they come first.
+        suspects: Lines of bundles whose workers died. They are sent one bundle at a time, in halves once that
+            has happened again, so that a line that kills its workers is found without costing others more.
     """
 
     def __init__(self, lines: Iterator[Line]) -> None:
         self.alone: deque[Line] = deque()
         self.again: deque[Line] = deque()
+        self.suspects: deque[list[Line]] = deque()
         self._aside: list[Line] = []
         self._lines = lines
         self._held: Line | None = None
@@ -75,7 +78,7 @@ class Backlog:
     @property
     def empty(self) -> bool:
         """Whether nothing is left to submit."""
-        return not self.alone and not self.again and self._peek() is None
+        return not self.alone and not self.again and not self.suspects and self._peek() is None
 
     def bundle(self, size: int) -> list[Line]:
         """The next lines for one bundle; none where nothing is left."""
@@ -93,6 +96,14 @@ class Backlog:
             taken.append(line)
         return taken
 
+    def died(self, lines: list[Line], *, suspect: bool) -> None:
+        """Takes the lines of a bundle whose worker died; `suspect`: that had happened to them before."""
+        if not suspect or len(lines) == 1:
+            self.suspects.append(lines)
+            return
+        middle = len(lines) // 2
+        self.suspects.extendleft([lines[middle:], lines[:middle]])
+
     def again_later(self, line: Line) -> None:
         """Puts a line aside until `restore`."""
         self._aside.append(line)
@@ -106,6 +117,8 @@ class Backlog:
         """Everything that was not submitted."""
         yield from self.alone
         yield from self.again
+        for lines in self.suspects:
+            yield from lines
         while (line := self._peek()) is not None:
             self._held = None
             yield line

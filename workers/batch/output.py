@@ -166,13 +166,13 @@ class Output:
         try:
             for path in (self.path, self.errors):
                 partial = _partial(path)
-                if path.exists() and not partial.exists():
-                    path.rename(partial)
                 partial.parent.mkdir(parents=True, exist_ok=True)
-                file = partial.open("a+b", buffering=0)
+                found = path if path.exists() and not partial.exists() else partial
+                file = found.open("a+b", buffering=0)
                 self._files[path] = file
                 _lock(file)
                 self._recover(path, file)
+                found.rename(partial)
         except OSError as error:
             self.close()
             raise OutputFailed(f"{error.filename or self.path}: {error.strerror}") from None
@@ -258,7 +258,7 @@ class Output:
         """Reads what an earlier run has written; a line that it did not finish is cut off."""
         end = 0
         for raw in _lines(file):
-            if not raw.endswith(b"\n"):
+            if not raw.endswith(b"\n") and (raw.startswith(_ID) or _ID.startswith(raw)):
                 break
             end += len(raw)
             try:

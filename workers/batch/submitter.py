@@ -49,6 +49,7 @@ LEASE: Final = 10.0
 """Seconds without a new record after which a batch on another machine is taken over."""
 
 SAVED_EVERY: Final = 2.0
+CANCEL_ASKED_EVERY: Final = 0.5
 TICK: Final = 0.2
 """Seconds between two writings of the output, at most; each has a sync."""
 
@@ -75,6 +76,7 @@ class Open(msgspec.Struct, kw_only=True):
     Attributes:
         lines: By their numbers.
         alone: Whether it is a job of one line, not a bundle.
+        suspect: Whether a worker has died of its lines before, or beside them.
         submission: Its stream sequence; None while it is being submitted.
         look: When its result is looked for, by the loop's clock.
         silence: Seconds between two looks.
@@ -82,6 +84,7 @@ class Open(msgspec.Struct, kw_only=True):
 
     lines: dict[int, Line]
     alone: bool
+    suspect: bool = False
     submission: int | None = None
     look: float = 0.0
     silence: float = SILENCE
@@ -133,12 +136,12 @@ class Submitter:
         self._in_flight = 0
         self._next = kept.record.reserved
         self._pace = Pace()
-        self._arrived: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()
+        self._arrived: asyncio.Queue[tuple[str, bytes | None]] = asyncio.Queue()
         # The same for every process that runs the batch, so that jobs of an earlier one answer to this one.
         self._replies = client.bus.private_subject(kept.record.replies)
         self._taken: list[str] = []
         self._forgettable: list[str] = []
-        self._saved = -LEASE
+        self._saved = self._asked = -LEASE
         self._saving = asyncio.Lock()
         self._problem: BaseException | None = None
         self._duplicates: frozenset[int] = frozenset()
@@ -200,7 +203,9 @@ class Submitter:
         record.counts, record.usage = output.counts, output.usage
         submissions = [each.submission for each in self._open.values() if each.submission]
         record.since = min(submissions, default=record.since)
-        record.first = min((_number(name) for name in self._open), default=self._next)
+        # Also what is written, and not removed from the server yet.
+        left = [*self._open, *self._taken, *self._forgettable]
+        record.first = min(map(_number, left), default=self._next)
         record.rate = self._rate()
         began = self._clock()
         while True:
@@ -289,29 +294,45 @@ class Submitter:
 
     async def _submit(self, backlog: Backlog, submitting: set[asyncio.Task[None]]) -> None:
         """Submits as much as the window has room for."""
-        if backlog.alone:
-            await self._submit_alone(backlog, submitting)
+        if backlog.suspects and not any(job.suspect for job in self._open.values()):
+            lines = backlog.suspects.popleft()
+            if len(lines) == 1:
+                await self._submit_alone(lines, submitting, suspect=True)
+            else:
+                await self._submit_bundle(lines, submitting, suspect=True)
+        alone: list[Line] = []
+        while (
+            backlog.alone
+            and len(submitting) + len(alone) < PARALLEL
+            and self._in_flight + len(alone) < self._pace.window
+        ):
+            alone.append(backlog.alone.popleft())
+        if alone:
+            await self._submit_alone(alone, submitting)
         while self._in_flight < self._pace.window and len(submitting) < PARALLEL:
             lines = backlog.bundle(self._pace.bundle)
             if not lines:
                 return
-            if self._next >= self.record.reserved:
-                self.record.reserved = self._next + RESERVED
-                await self._save()
-            name = self._name()
-            self._start(name, Open(lines={each.number: each for each in lines}, alone=False), submitting)
+            await self._submit_bundle(lines, submitting)
 
-    async def _submit_alone(self, backlog: Backlog, submitting: set[asyncio.Task[None]]) -> None:
-        named: list[tuple[str, Line]] = []
-        while backlog.alone and len(submitting) + len(named) < PARALLEL:
-            line = backlog.alone.popleft()
-            name = self._name()
-            named.append((name, line))
-            self.record.alone = self.record.alone | {name: line.number}
+    async def _submit_bundle(
+        self, lines: list[Line], submitting: set[asyncio.Task[None]], *, suspect: bool = False
+    ) -> None:
+        if self._next >= self.record.reserved:
+            self.record.reserved = self._next + RESERVED
+            await self._save()
+        job = Open(lines={each.number: each for each in lines}, alone=False, suspect=suspect)
+        self._start(self._name(), job, submitting)
+
+    async def _submit_alone(
+        self, lines: list[Line], submitting: set[asyncio.Task[None]], *, suspect: bool = False
+    ) -> None:
+        named = [(self._name(), line) for line in lines]
+        self.record.alone = self.record.alone | {name: line.number for name, line in named}
         self.record.reserved = max(self.record.reserved, self._next)
         await self._save()
         for name, line in named:
-            self._start(name, Open(lines={line.number: line}, alone=True), submitting)
+            self._start(name, Open(lines={line.number: line}, alone=True, suspect=suspect), submitting)
 
     def _name(self) -> str:
         name = f"{self.record.id}-{self._next}"
@@ -410,17 +431,20 @@ class Submitter:
         else:
             self._arrived.put_nowait((name, message.data))
 
-    def _take(self, name: str, data: bytes, backlog: Backlog) -> None:
-        """The result of a job: of a bundle, or of one line."""
+    def _take(self, name: str, data: bytes | None, backlog: Backlog) -> None:
+        """The result of a job, of a bundle or of one line; None: the server has lost the job."""
         job = self._open.get(name)
         if job is None:
             return
-        if job.alone:
+        if data is None:
+            (backlog.alone if job.alone else backlog.again).extend(job.lines.values())
+        elif job.alone:
             (line,) = job.lines.values()
             self._take_one(name, line, data)
-            self.record.alone = {key: value for key, value in self.record.alone.items() if key != name}
         else:
             self._take_bundle(name, job, data, backlog)
+        if job.alone:
+            self.record.alone = {key: value for key, value in self.record.alone.items() if key != name}
         self._taken.append(name)
         self._close(name)
 
@@ -435,13 +459,12 @@ class Submitter:
             self._fail(line.number, line.custom_id, name, failed.error)
 
     def _take_bundle(self, name: str, job: Open, data: bytes, backlog: Backlog) -> None:
-        answers, unstarted = [], set[int]()
-        if data:
-            with contextlib.suppress(msgspec.DecodeError):
-                answer = _answer.decode(data)
-                answers, unstarted = answer.answers, set(answer.unstarted)
-        left = dict(job.lines)
-        for each in answers:
+        answer = BundleAnswer(job=name, attempt=1, answers=[])
+        # Where it is something else, the workers do not know bundles, and the lines are sent alone.
+        with contextlib.suppress(msgspec.DecodeError):
+            answer = _answer.decode(data)
+        left, unstarted = dict(job.lines), set(answer.unstarted)
+        for each in answer.answers:
             line = left.pop(each.id, None)
             if line is None:
                 continue
@@ -449,8 +472,12 @@ class Submitter:
                 self._succeed(line, name, bytes(each.answer))
             elif each.error is not None:
                 self._fail(line.number, line.custom_id, name, each.error)
-        for number, line in left.items():
-            (backlog.again if number in unstarted else backlog.alone).append(line)
+        backlog.again.extend(line for number, line in left.items() if number in unstarted)
+        failed = [line for number, line in left.items() if number not in unstarted]
+        if failed and answer.attempt > 1:
+            backlog.died(failed, suspect=job.suspect)
+        else:
+            backlog.alone.extend(failed)
 
     def _succeed(self, line: Line, name: str, answer: bytes) -> None:
         written = answer_line(self.record.id, line.number, line.custom_id, name, answer)
@@ -472,18 +499,19 @@ class Submitter:
         if self._clock() - self._saved > LEASE / 2:
             # It may be another's by now, who writes as well.
             await self._save()
-        taken, self._taken = self._taken, []
-        lines = self._output.take()
+        taken, lines = len(self._taken), self._output.take()
         await asyncio.to_thread(self._output.write, lines)
+        # Before they are told: whoever hears of them may end this process.
+        self._forgettable += self._taken[:taken]
+        del self._taken[:taken]
         self._on_written([line for each in lines.values() for line in each])
         self._recent = [*self._recent[-50:], (self._clock(), self._output.done.count)]
         self._report(self.record, self._pace, self._in_flight)
-        self._forgettable += taken
 
     async def _forget(self) -> None:
         """Removes the results of jobs whose lines are written."""
         subjects, owner = self._bus.subjects, self.record.owner
-        names, self._forgettable = self._forgettable, []
+        names = list(self._forgettable)
 
         async def forget(name: str) -> None:
             await self._jetstream.call(
@@ -493,6 +521,8 @@ class Submitter:
         with contextlib.suppress(BusUnavailable):
             # Without permission, and where it fails, they stay until they are too old.
             await _bounded(forget(name) for name in names)
+        # New ones were added at its end meanwhile.
+        del self._forgettable[: len(names)]
 
     # Beside the run.
 
@@ -510,10 +540,12 @@ class Submitter:
                 log.debug("batch.server_away", reason=error.message)
 
     async def _keep_house_once(self) -> None:
-        if self._clock() - self._saved >= SAVED_EVERY:
-            await self._look_at_workers()
+        if self._clock() - self._asked >= CANCEL_ASKED_EVERY:
+            self._asked = self._clock()
             if self._ending is None and await self._batches.cancel_asked(self.record.id):
                 self._ending = "cancelled"
+        if self._clock() - self._saved >= SAVED_EVERY:
+            await self._look_at_workers()
             await self._save()
         window, created = self.record.window, self.record.stamps["created_at"]
         if self._ending is None and window is not None and time.time() > created + window:
@@ -537,28 +569,13 @@ class Submitter:
 
     async def _look(self, name: str, job: Open) -> None:
         data = await self._result(name)
-        if data is None and job.silence > 2 * SILENCE and not await self._queued(job):
-            data = await self._result(name)
-            if data is None:
-                log.warning("batch.job_lost", job=name)
-                data = b"" if not job.alone else None
-                if job.alone:
-                    job.submission = None
-                    await self._publish_again(name, job)
-        if data is not None:
-            self._arrived.put_nowait((name, data))
-
-    async def _publish_again(self, name: str, job: Open) -> None:
-        (line,) = job.lines.values()
-        self._close(name)
-        again = self._name()
-        self.record.reserved = max(self.record.reserved, self._next)
-        self.record.alone = {key: value for key, value in self.record.alone.items() if key != name}
-        self.record.alone |= {again: line.number}
-        await self._save()
-        self._open[again] = job
-        self._in_flight += 1
-        await self._publish(again, job)
+        if data is None and (job.silence <= 2 * SILENCE or await self._queued(job)):
+            return
+        # It may have ended between the two looks.
+        data = data or await self._result(name)
+        if data is None:
+            log.warning("batch.job_lost", job=name)
+        self._arrived.put_nowait((name, data))
 
     async def _result(self, name: str) -> bytes | None:
         subject = self._bus.subjects.result(self.record.owner, name)

@@ -210,7 +210,8 @@ class JobIntake:
         """Pulls until `drain`."""
         while not self._draining.is_set():
             # The requests of a bundle come before further jobs, so that a worker holds one such bundle only.
-            await self._first(self._fed.wait())
+            if not self._fed.is_set():
+                await self._first(self._fed.wait())
             await self._first(self._admission.room.wait())
             pulling = asyncio.create_task(self._source.take())
             await self._first(pulling, self._admission.no_room.wait())
