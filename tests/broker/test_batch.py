@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 from collections.abc import AsyncIterator
@@ -52,6 +53,7 @@ async def test_every_line_is_answered_once(workers: Fleet, client: Client, tmp_p
         assert each["response"]["status_code"] == 200
         assert each["error"] is None
         assert each["response"]["body"]["choices"][0]["token_ids"] == [number + 1, number + 2]
+    assert await left_behind(client) == []
 
 
 async def test_rows_of_a_program_are_answered_with_and_without_a_loop(
@@ -114,7 +116,7 @@ async def test_a_submitter_that_is_killed_is_followed_without_a_line_twice_or_mi
     assert record.counts.succeeded == count
     assert [each["id"] for each in read(output)][: len(before)] == before
     reconcile(output, tmp_path / "out.errors.jsonl", [f"line-{n}" for n in range(1, count + 1)])
-    assert await emptied(client)
+    assert await left_behind(client) == []
 
 
 async def test_the_server_and_the_workers_may_be_killed_meanwhile(
@@ -247,14 +249,17 @@ def read_whole(path: Path) -> list[dict[str, Any]]:
     return [json.loads(raw) for raw in path.read_bytes().split(b"\n")[:-1]]
 
 
-async def emptied(client: Client) -> bool:
-    """Whether nothing of a batch is left on the server but its record."""
+async def left_behind(client: Client) -> list[str]:
+    """What is on the server of a batch beside its record, after a moment in which it may go."""
+    found: list[str] = []
 
     async def empty() -> bool:
+        found.clear()
         for stream in (layout.JOBS, layout.RESULTS):
-            info = await JetStream(client.bus).call(f"STREAM.INFO.{stream}")
-            if info["state"]["messages"]:
-                return False
-        return True
+            info = await JetStream(client.bus).call(f"STREAM.INFO.{stream}", {"subjects_filter": ">"})
+            found.extend(info["state"].get("subjects") or {})
+        return not found
 
-    return bool(await eventually(empty))
+    with contextlib.suppress(AssertionError):
+        await eventually(empty, within=5)
+    return found

@@ -143,6 +143,8 @@ class Submitter:
         self._forgettable: list[str] = []
         self._saved = self._asked = -LEASE
         self._saving = asyncio.Lock()
+        # Before that, the record says where an earlier process was.
+        self._scanned = False
         self._problem: BaseException | None = None
         self._duplicates: frozenset[int] = frozenset()
         self._ending: Status | None = None
@@ -201,11 +203,12 @@ class Submitter:
     async def _save_now(self) -> None:
         record, output = self.record, self._output
         record.counts, record.usage = output.counts, output.usage
-        submissions = [each.submission for each in self._open.values() if each.submission]
-        record.since = min(submissions, default=record.since)
-        # Also what is written, and not removed from the server yet.
-        left = [*self._open, *self._taken, *self._forgettable]
-        record.first = min(map(_number, left), default=self._next)
+        if self._scanned:
+            submissions = [each.submission for each in self._open.values() if each.submission]
+            record.since = min(submissions, default=record.since)
+            # Also what is written, and not removed from the server yet.
+            left = [*self._open, *self._taken, *self._forgettable]
+            record.first = min(map(_number, left), default=self._next)
         record.rate = self._rate()
         began = self._clock()
         while True:
@@ -235,6 +238,7 @@ class Submitter:
     async def _work(self) -> None:
         backlog = Backlog(self._lines())
         await self._find_submitted(backlog)
+        self._scanned = True
         await self._look_at_workers()
         submitting: set[asyncio.Task[None]] = set()
         housekeeping = asyncio.create_task(self._keep_house())
@@ -518,9 +522,11 @@ class Submitter:
                 f"STREAM.PURGE.{layout.RESULTS}", {"filter": subjects.result(owner, name)}
             )
 
-        with contextlib.suppress(BusUnavailable):
-            # Without permission, and where it fails, they stay until they are too old.
+        try:
             await _bounded(forget(name) for name in names)
+        except BusUnavailable as error:
+            # Without permission, and where it fails, they stay until they are too old.
+            log.warning("batch.results_not_removed", reason=error.message, count=len(names))
         # New ones were added at its end meanwhile.
         del self._forgettable[: len(names)]
 
