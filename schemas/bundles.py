@@ -34,18 +34,18 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
     items: list[Item]
 
 
-class ItemAnswer(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """The answer to one request of a bundle, or the error that it ended in for good.
-
-    Attributes:
-        id: Of the request.
-        answer: As a job of its own would have it as its result; None for an error.
-        error: None for an answer.
-    """
+class ItemAnswer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The answer to one request of a bundle, as a job of its own would have it as its result."""
 
     id: int
-    answer: msgspec.Raw | None = None
-    error: ErrorBody | None = None
+    answer: msgspec.Raw
+
+
+class ItemError(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The error that one request of a bundle ended in for good."""
+
+    id: int
+    error: ErrorBody
 
 
 class BundleAnswer(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -54,13 +54,15 @@ class BundleAnswer(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
     Attributes:
         job: The job's id.
         attempt: From 1; only the first one runs anything.
-        answers: Of the requests that ended, in the order in which they did.
-        unstarted: Requests that were not begun, and can be sent in a bundle again. The others without an
-            answer failed, or their worker ended: each is to be sent as a job of its own, which has the
+        answers: Of the requests that were answered, in the order in which they were.
+        errors: Of those that ended in an error of their caller's, were cancelled, or passed their deadline.
+        unstarted: Requests that were not begun, and can be sent in a bundle again. Those that are in none of
+            the three failed, or their worker ended: each is to be sent as a job of its own, which has the
             attempts and the quarantine that the delivery contract gives it.
     """
 
     job: str
     attempt: int
     answers: list[ItemAnswer]
+    errors: list[ItemError] = []
     unstarted: list[int] = []

@@ -53,6 +53,8 @@ async def test_every_line_is_answered_once(workers: Fleet, client: Client, tmp_p
         assert each["response"]["status_code"] == 200
         assert each["error"] is None
         assert each["response"]["body"]["choices"][0]["token_ids"] == [number + 1, number + 2]
+    info = await JetStream(client.bus).call(f"STREAM.INFO.{layout.JOBS}")
+    assert info["state"]["last_seq"] < 100, "lines are sent in bundles"
     assert await left_behind(client) == []
 
 

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
 from inferbus.schemas import headers
-from inferbus.schemas.bundles import CONTENT_TYPE
+from inferbus.schemas.bundles import CONTENT_TYPE, BundleAnswer
 from inferbus.schemas.errors import EngineFailed, InferbusError, InvalidRequest
 from inferbus.schemas.subjects import Subjects
 from inferbus.workers.admission import Permit
@@ -82,6 +83,7 @@ class Bench:
         assert delivery.ended == [("ack", None)]
         (stored,) = [each for each in self.broker.streams["INFER_RESULTS"] if each.subject == RESULT]
         assert stored.headers[headers.CONTENT_TYPE] == CONTENT_TYPE
+        msgspec.json.decode(stored.data, type=BundleAnswer)
         found: dict[str, Any] = json.loads(stored.data)
         return found
 
@@ -89,10 +91,8 @@ class Bench:
 async def test_every_request_has_its_answer_or_its_callers_error() -> None:
     bench = Bench({11: InvalidRequest("no")})
     result = await bench.handle(bench.bundle([10, 11, 12]))
-    answers = {each["id"]: each for each in result["answers"]}
-    assert answers[0]["answer"] == {"token": 10}
-    assert answers[1]["error"]["code"] == "invalid_request"
-    assert answers[2]["answer"] == {"token": 12}
+    assert {each["id"]: each["answer"]["token"] for each in result["answers"]} == {0: 10, 2: 12}
+    assert {each["id"]: each["error"]["code"] for each in result["errors"]} == {1: "invalid_request"}
     assert [each.subject for each in bench.broker.sent] == ["_INBOX.me.b1"]
 
 
@@ -122,9 +122,9 @@ async def test_a_cancel_ends_what_runs_and_keeps_what_is_done() -> None:
     handling = asyncio.create_task(bench.handle(delivery))
     await eventually(lambda: len(bench.started) == 2)
     bench.cancels.arrived(SUBJECTS.cancel("acme", "b1"), {})
-    answers = {each["id"]: each for each in (await handling)["answers"]}
-    assert answers[0]["answer"] == {"token": 10}
-    assert answers[1]["error"]["code"] == "cancelled"
+    result = await handling
+    assert {each["id"]: each["answer"]["token"] for each in result["answers"]} == {0: 10}
+    assert {each["id"]: each["error"]["code"] for each in result["errors"]} == {1: "cancelled"}
 
 
 async def test_answers_that_do_not_fit_into_a_message_are_left_to_the_submitter(

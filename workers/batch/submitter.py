@@ -468,14 +468,12 @@ class Submitter:
         with contextlib.suppress(msgspec.DecodeError):
             answer = _answer.decode(data)
         left, unstarted = dict(job.lines), set(answer.unstarted)
-        for each in answer.answers:
-            line = left.pop(each.id, None)
-            if line is None:
-                continue
-            if each.answer is not None:
-                self._succeed(line, name, bytes(each.answer))
-            elif each.error is not None:
-                self._fail(line.number, line.custom_id, name, each.error)
+        for answered in answer.answers:
+            if (line := left.pop(answered.id, None)) is not None:
+                self._succeed(line, name, bytes(answered.answer))
+        for ended in answer.errors:
+            if (line := left.pop(ended.id, None)) is not None:
+                self._fail(line.number, line.custom_id, name, ended.error)
         backlog.again.extend(line for number, line in left.items() if number in unstarted)
         failed = [line for number, line in left.items() if number not in unstarted]
         if failed and answer.attempt > 1:
@@ -673,7 +671,8 @@ class Submitter:
             if queued is not None:
                 return [each.id for each in msgspec.json.decode(queued.data, type=Bundle).items]
             answer = _answer.decode(result or b"")
-            return [each.id for each in answer.answers] + answer.unstarted
+            answered = [each.id for each in answer.answers] + [each.id for each in answer.errors]
+            return answered + answer.unstarted
         except (msgspec.DecodeError, UnicodeDecodeError):
             return []
 

@@ -15,7 +15,7 @@ import msgspec
 import structlog
 
 from inferbus.schemas import headers
-from inferbus.schemas.bundles import CONTENT_TYPE, Bundle, BundleAnswer, Item, ItemAnswer
+from inferbus.schemas.bundles import CONTENT_TYPE, Bundle, BundleAnswer, Item, ItemAnswer, ItemError
 from inferbus.schemas.errors import CallerError, Ended
 from inferbus.workers.admission import Permit
 from inferbus.workers.bus.interface import Delivery, Stored
@@ -33,6 +33,9 @@ log = structlog.get_logger()
 
 HEADERS: Final = 4096
 """Bytes that a result's headers and its frame may take of the server's limit."""
+
+ITEM: Final = 64
+"""Bytes of an answer's place in a result."""
 
 
 def is_bundle(message: Stored) -> bool:
@@ -80,6 +83,7 @@ class HeldBundle:
         self._delivery = delivery
         self._envelope = envelope
         self._answers: list[ItemAnswer] = []
+        self._errors: list[ItemError] = []
         self._size = 0
         self._unstarted: list[int] = []
 
@@ -148,23 +152,26 @@ class HeldBundle:
 
     def _note(self, item: Item, outcome: AttemptOutcome) -> None:
         """Keeps what ended for good, as far as it fits into a result."""
-        error = outcome.error
-        if error is None:
-            answer = ItemAnswer(id=item.id, answer=msgspec.Raw(outcome.body))
-        elif isinstance(error, CallerError | Ended):
-            answer = ItemAnswer(id=item.id, error=error.body())
+        size = len(outcome.body) + ITEM
+        if self._size + size > self._runner.max_payload - HEADERS:
+            return
+        if outcome.error is None:
+            self._answers.append(ItemAnswer(id=item.id, answer=msgspec.Raw(outcome.body)))
+        elif isinstance(outcome.error, CallerError | Ended):
+            self._errors.append(ItemError(id=item.id, error=outcome.error.body()))
         else:
             return
-        size = len(outcome.body) + 64
-        if self._size + size <= self._runner.max_payload - HEADERS:
-            self._size += size
-            self._answers.append(answer)
+        self._size += size
 
     async def _store(self, result: FinalResult) -> bytes | None:
         """Stores the result; None where another owner has stored one."""
         attempt = self._envelope.attempt
         answer = BundleAnswer(
-            job=attempt.job, attempt=attempt.number, answers=self._answers, unstarted=self._unstarted
+            job=attempt.job,
+            attempt=attempt.number,
+            answers=self._answers,
+            errors=self._errors,
+            unstarted=self._unstarted,
         )
         body = msgspec.json.encode(answer)
         served = served_headers(attempt, Served(worker=self._settings.worker))
