@@ -227,6 +227,42 @@ async def test_a_full_disk_stops_the_batch_and_the_same_command_goes_on(
     reconcile(output, tmp_path / "out.errors.jsonl", [f"line-{n}" for n in range(1, count + 1)])
 
 
+async def test_the_command_runs_shows_lists_and_forgets_a_batch(
+    workers: Fleet, server: NatsServer, tmp_path: Path
+) -> None:
+    await workers.start(slots=8)
+    source = write(tmp_path / "in.jsonl", [line(2), "{broken", line(1)])
+
+    async def inferbus(*arguments: str) -> tuple[int, str]:
+        program = [sys.executable, "-m", "inferbus.workers.cli", "batch", *arguments]
+        child = await asyncio.create_subprocess_exec(
+            *program,
+            "--nats-url",
+            server.url,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        out, _ = await child.communicate()
+        assert child.returncode is not None
+        return child.returncode, out.decode()
+
+    code, text = await inferbus("run", str(source))
+    assert (code, "line 2: invalid_json_line" in text) == (1, True)
+    code, text = await inferbus("run", str(source), "--skip-invalid", "--ordered")
+    assert (code, "3/3 done" in text) == (1, True)
+    code, text = await inferbus("ls", "--json")
+    listed = json.loads(text)
+    assert listed["status"] == "completed"
+    assert listed["request_counts"]["errored"] == 1
+    code, text = await inferbus("status", listed["id"])
+    assert (code, "succeeded 2" in text) == (0, True)
+    code, text = await inferbus("fetch", listed["id"])
+    assert [json.loads(each)["custom_id"] for each in text.splitlines()] == ["line-2", "line-1"]
+    assert (await inferbus("cancel", listed["id"]))[0] == 1
+    assert (await inferbus("rm", listed["id"]))[0] == 0
+    assert (await inferbus("status", listed["id"]))[0] == 1
+
+
 def command(source: Path, output: Path) -> list[str]:
     """The command line that runs a batch."""
     return [
