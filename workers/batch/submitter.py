@@ -522,9 +522,13 @@ class Submitter:
 
         try:
             await _bounded(forget(name) for name in names)
-        except BusUnavailable as error:
-            # Without permission, and where it fails, they stay until they are too old.
+        except NotPermitted as error:
+            # They stay until they are too old.
             log.warning("batch.results_not_removed", reason=error.message, count=len(names))
+        except BusUnavailable as error:
+            # Once more with the next ones; removing one twice does no harm.
+            log.debug("batch.server_away", reason=error.message)
+            return
         # New ones were added at its end meanwhile.
         del self._forgettable[: len(names)]
 
