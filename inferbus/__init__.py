@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from inferbus.schemas.fleet import WorkerInfo
     from inferbus.schemas.sampling import Sampling
     from inferbus.schemas.subjects import JobClass, Kind
+    from inferbus.workers.batch.rows import batch
     from inferbus.workers.client import (
         Answer,
         AnswerLost,
@@ -66,6 +67,7 @@ __all__ = [
     "WorkerError",
     "WorkerInfo",
     "WorkerLost",
+    "batch",
     "text",
 ]
 
@@ -75,6 +77,7 @@ _MODULES: Final = {
     "Kind": "inferbus.schemas.subjects",
     "Sampling": "inferbus.schemas.sampling",
     "WorkerInfo": "inferbus.schemas.fleet",
+    "batch": "inferbus.workers.batch.rows",
     **dict.fromkeys(
         ("CallerError", "Ended", "InferbusError", "InfrastructureError", "WorkerError"),
         "inferbus.schemas.errors",

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 URL = "nats://127.0.0.1:4222"
 MODELS = ("qwen", "llama")
 SCRIPT = 'tokenizer = true\n[[rules]]\ntext = "Rayleigh scattering."\n'
-PAGES = ("README.md", "docs/client.md")
+PAGES = ("README.md", "docs/client.md", "docs/batch.md")
 SNIPPETS = [
     pytest.param(found[1], id=f"{page}:{number}")
     for page in PAGES

@@ -85,6 +85,10 @@ class MemoryBroker:
         self._check()
         return [message for message in self.streams[stream] if message.subject == subject]
 
+    async def purge(self, stream: str, subject: str) -> None:
+        self._check()
+        self.streams[stream] = [each for each in self.streams[stream] if each.subject != subject]
+
     def _stream(self, subject: str) -> str | None:
         family = subject.split(".")[1]
         return next((name for name, families in STREAMS.items() if family in families), None)

@@ -160,6 +160,11 @@ class Server:
         """All messages on a subject."""
         return list(self.streams[stream].subjects.get(subject, ()))
 
+    def purge(self, stream: str, subject: str) -> None:
+        """Removes all messages on a subject."""
+        for message in self.read(stream, subject):
+            self.streams[stream].remove(message)
+
     def pull(self, connection: Connection, job_class: JobClass, *, wait: bool) -> bool:
         """Delivers the next job of a class to a connection: now or, where it waits, when there is one."""
         if connection not in self.connections:
@@ -385,6 +390,10 @@ class Connection:
         """See `Broker`."""
         found: list[Stored] = await self.request(lambda: self.server.read(stream, subject))
         return found
+
+    async def purge(self, stream: str, subject: str) -> None:
+        """See `Broker`."""
+        await self.request(lambda: self.server.purge(stream, subject))
 
     async def request(self, action: Callable[[], Any], *, timeout: float = TIMEOUT) -> Any:
         """Has the server do something, and returns what came of it.

@@ -197,3 +197,11 @@ class Broker(Protocol):
             BusUnavailable: The server did not answer.
         """
         ...
+
+    async def purge(self, stream: str, subject: str) -> None:
+        """Removes all messages on one subject.
+
+        Raises:
+            BusUnavailable: The server did not answer, or does not allow it.
+        """
+        ...

@@ -22,6 +22,7 @@ _COMMANDS: Final = {
     "result": "jobs",
     "stream": "jobs",
     "cancel": "jobs",
+    "batch": "batch",
     "workers": "fleet",
     "health": "fleet",
     "jobs": "queues",

@@ -83,8 +83,7 @@ def parse_body(data: bytes) -> dict[str, Any]:
     except InferbusError as error:
         if len(lines) > 1 and all(map(_is_object, lines[:2])):
             raise click.UsageError(
-                "the body has one JSON object per line, as a batch file has; a job has one body: submit the "
-                "lines one by one"
+                "the body has one JSON object per line, as a batch file has: `inferbus batch run` takes it"
             ) from None
         raise click.UsageError(error.message) from None
     if fields.keys() >= _BATCH_LINE:

@@ -14,6 +14,7 @@ import asyncio
 import secrets
 import weakref
 from collections.abc import AsyncIterator, Coroutine, Generator, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple
 
@@ -219,6 +220,43 @@ class Client:
             return self._live(model, kind, dict(body), _Options(None, None, timeout, None))
 
         return answers(bodies, send, concurrency=concurrency, max_attempts=max_attempts)
+
+    def batch(
+        self,
+        rows: Iterable[Mapping[str, Any]] | str | Path,
+        *,
+        output: str | Path | None = None,
+        model: str | None = None,
+        kind: Kind = "chat",
+        deadline: float | None = None,
+        ordered: bool = False,
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Runs any number of requests as jobs, and yields a line for each, as OpenAI's batch files have it.
+
+        A line has `custom_id`, and `response` with `status_code` and `body`; the error of one that failed
+        stands there too. Lines come as they are done and written; see docs/batch.md.
+
+        Args:
+            rows: Lines of a batch file, or bodies of requests, which get the ids `0`, `1`, …; or the path of
+                a batch file.
+            output: The output file. With it, an interrupted batch goes on when this is called again, and
+                lines that are done already are yielded first. Without it, nothing is kept.
+            model: For all requests; None: each names it.
+            kind: Of rows that are bodies.
+            deadline: Seconds that a request may take from when it is submitted; None: no limit.
+            ordered: Yield the lines in the order of the rows, at the end.
+
+        Raises:
+            InvalidBatch: Rows cannot be run; nothing was submitted.
+            BatchChanged: `output` belongs to other rows.
+            BatchHeld: Another process runs it.
+            OutputFailed: The output cannot be written.
+        """
+        from inferbus.workers.batch.rows import Rows
+
+        return Rows(
+            self, rows, output=output, model=model, kind=kind, deadline=deadline, ordered=ordered
+        ).lines()
 
     async def submit(
         self,

@@ -44,6 +44,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
         reply: Subject of the answer.
         content_type: Of request and answer.
         deadline: When it expires.
+        bundled: Whether it is one of several requests in one job; no chunks are sent of it.
     """
 
     job: str
@@ -57,6 +58,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     reply: str
     content_type: str = codec.JSON
     deadline: dt.datetime | None = None
+    bundled: bool = False
 
     @property
     def key(self) -> JobKey:
@@ -76,6 +78,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
     def streams(self, request: requests.AnyRequest) -> bool:
         """Whether chunks are wanted: by the body, else yes for durable jobs, else by the kind's default."""
+        if self.bundled:
+            return False
         return request.stream if request.stream is not None else (self.durable or request.streams)
 
 

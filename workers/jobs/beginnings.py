@@ -9,14 +9,18 @@ counted: nearly every job has no second one, and would pay for it with a stored 
 from __future__ import annotations
 
 import msgspec
+import structlog
 
 from inferbus.schemas import headers
+from inferbus.schemas.errors import BusUnavailable
 from inferbus.workers.bus.interface import Broker
 from inferbus.workers.bus.jetstream.layout import RESULTS
 from inferbus.workers.jobs.attempt import Attempt
 from inferbus.workers.jobs.fields import number
 from inferbus.workers.jobs.settings import JobSettings
 from inferbus.workers.jobs.storage import Storage
+
+log = structlog.get_logger()
 
 
 class Begun(msgspec.Struct, frozen=True):
@@ -79,6 +83,13 @@ class Beginnings:
     def uncount_later(self, attempt: Attempt, before: int) -> None:
         """As `uncount`, without waiting: for a worker that has lost touch with NATS."""
         self._broker.send(self._subject(attempt), b"", _headers(attempt, before))
+
+    async def forget(self, attempt: Attempt) -> None:
+        """Removes the count of a submission that has ended; what cannot be removed expires."""
+        try:
+            await self._broker.purge(RESULTS, self._subject(attempt))
+        except BusUnavailable as error:
+            log.debug("attempts.left", reason=error.message, submission=attempt.submission)
 
     def _subject(self, attempt: Attempt) -> str:
         # Submissions under one job id may be under way at the same time: each has its own count.

@@ -22,7 +22,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final, cast
 
 import msgspec
@@ -48,6 +48,7 @@ from inferbus.workers.bus.interface import Broker, Delivery, ObjectStore, Stored
 from inferbus.workers.jobs import cancel
 from inferbus.workers.jobs.attempt import Attempt, Envelope, durable, facts, unaddressed
 from inferbus.workers.jobs.beginnings import Beginnings, Begun
+from inferbus.workers.jobs.bundle import HeldBundle, Places
 from inferbus.workers.jobs.cancel import Cancels
 from inferbus.workers.jobs.dead_letters import DeadLetters
 from inferbus.workers.jobs.duplicate import origin
@@ -135,6 +136,40 @@ class Deliveries:
             delivery: The job.
             permit: Has it run when its turn comes; at once without one.
         """
+        await self._held(delivery, permit, HeldJob.handle)
+
+    async def handle_bundle(self, delivery: Delivery, places: Places) -> None:
+        """Takes one delivery of several requests in one job to its acknowledgement; see `bundle`.
+
+        Args:
+            delivery: The job.
+            places: Has each request run when its turn comes.
+        """
+
+        async def handle(job: HeldJob) -> None:
+            bundle = HeldBundle(
+                self.runner,
+                self.cancels,
+                self.results,
+                self.beginnings,
+                self.settings,
+                delivery,
+                job.envelope,
+            )
+            stored = await bundle.handle(places)
+            if stored is None:
+                job.settled("repeated", reason="its result is stored, or another worker has it")
+                return
+            reply, body = stored
+            if reply:
+                self.broker.send(reply, body)
+            job.settled("finished", status="ok", code=None)
+
+        await self._held(delivery, None, handle)
+
+    async def _held(
+        self, delivery: Delivery, permit: Permit | None, handle: Callable[[HeldJob], Awaitable[None]]
+    ) -> None:
         message, settings = delivery.message, self.settings
         if message.forwarded:
             # Not published by the owner whose subject it came on, so there is nobody to answer.
@@ -153,7 +188,7 @@ class Deliveries:
         job = HeldJob(self, delivery, envelope, permit)
         try:
             try:
-                await job.handle()
+                await handle(job)
             except (BusUnavailable, asyncio.CancelledError):
                 raise
             except Exception:  # a supervision point: whatever fails, the job must not stay here
@@ -200,7 +235,7 @@ class HeldJob:
     ) -> None:
         self._parts = parts
         self._delivery = delivery
-        self._envelope = envelope
+        self.envelope = envelope
         self._permit = permit
         self._begun = 0
         self._counted = False
@@ -208,7 +243,7 @@ class HeldJob:
     @property
     def attempt(self) -> Attempt:
         """The attempt that this delivery is about, as far as the headers need not be read for it."""
-        return self._envelope.attempt
+        return self.envelope.attempt
 
     async def handle(self) -> None:
         """The table, before an attempt.
@@ -263,6 +298,8 @@ class HeldJob:
             outcome = await self._conclude(result, outcome)
             await self._delivery.ack()
             await self._remove_body()
+            if self._counted:
+                await self._parts.beginnings.forget(attempt)
             self.settled("finished", outcome.error, status=outcome.status, code=outcome.code)
         elif self._delivery.stale or isinstance(error, LeaseLost):
             # Handing it back would take it from its new owner.
@@ -297,7 +334,7 @@ class HeldJob:
         )
         self._begun = max(begun.attempts, min(latest.number, 1))
         attempt = msgspec.structs.replace(self.attempt, number=max(self.attempt.number, latest.number + 1))
-        self._envelope = msgspec.structs.replace(self._envelope, attempt=attempt)
+        self.envelope = msgspec.structs.replace(self.envelope, attempt=attempt)
         return result, latest.ended_in_order and begun.newest <= latest.number
 
     async def _try(self, result: FinalResult) -> None:
@@ -314,7 +351,7 @@ class HeldJob:
                 if self._delivery.stale:
                     scope.end(LeaseLost("another worker may have taken the job over"))
             outcome = await parts.runner.run(
-                self._envelope,
+                self.envelope,
                 scope,
                 permit=self._permit,
                 resume_points=resume_points,
@@ -350,7 +387,7 @@ class HeldJob:
     async def _ends_before_the_engine(self) -> bool:
         """Whether an attempt would be refused, late or cancelled."""
         try:
-            attempt, _ = await self._envelope.open()
+            attempt, _ = await self.envelope.open()
         except CallerError:
             return True
         return self._parts.runner.expired(attempt) or await self._parts.cancels.aimed_at(self._scope())
@@ -375,7 +412,7 @@ class HeldJob:
             return
         attempt = self.attempt
         with contextlib.suppress(CallerError):
-            attempt, _ = await self._envelope.open()  # Its headers may name another reply subject.
+            attempt, _ = await self.envelope.open()  # Its headers may name another reply subject.
         found = result.headers
         attempt = msgspec.structs.replace(attempt, number=number(found[headers.ATTEMPT]))
         served = Served(worker=found[headers.WORKER], prefill=found.get(headers.PREFILL_WORKER))
@@ -449,9 +486,9 @@ class HeldJob:
             if objects is None:
                 raise NotSupported("this worker takes no bodies that are stored apart from their job")
             body = await objects.fetch(self.attempt.owner, reference)
-            self._envelope = msgspec.structs.replace(self._envelope, body=body)
+            self.envelope = msgspec.structs.replace(self.envelope, body=body)
         except CallerError as error:
-            self._envelope = msgspec.structs.replace(self._envelope, problem=error)
+            self.envelope = msgspec.structs.replace(self.envelope, problem=error)
 
     async def _remove_body(self) -> None:
         """Removes a body that is stored apart; what cannot be removed expires."""

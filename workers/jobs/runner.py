@@ -85,6 +85,11 @@ class AttemptRunner:
         self._observer = observer or Observer()
         self._now = now
 
+    @property
+    def max_payload(self) -> int:
+        """Largest message in bytes, headers included."""
+        return self._broker.max_payload
+
     async def run(
         self,
         envelope: Envelope,

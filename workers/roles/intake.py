@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -26,6 +26,7 @@ from inferbus.workers.bus.connection.message import Callback, Message
 from inferbus.workers.bus.connection.subscription import Subscription
 from inferbus.workers.bus.interface import Delivery, Stored
 from inferbus.workers.jobs.attempt import Envelope, facts, live
+from inferbus.workers.jobs.bundle import is_bundle
 from inferbus.workers.jobs.delivery import Deliveries
 from inferbus.workers.jobs.outcome import AttemptOutcome
 from inferbus.workers.jobs.reply import error_body
@@ -236,10 +237,16 @@ class JobIntake:
         self._admission = admission
         self._settings = settings
         self._draining = asyncio.Event()
+        self._unfed = 0
+        self._fed = asyncio.Event()
+        self._fed.set()
 
     async def run(self) -> None:
         """Pulls until `drain`."""
         while not self._draining.is_set():
+            # The requests of a bundle come before further jobs, so that a worker holds one such bundle only.
+            if not self._fed.is_set():
+                await self._first(self._fed.wait())
             await self._first(self._admission.room.wait())
             await self._first(self.storage.has_room.wait())
             pulling = asyncio.create_task(self._source.take())
@@ -248,7 +255,21 @@ class JobIntake:
                 # A job that arrives at this moment is kept by the source for the next `take`.
                 pulling.cancel()
             with suppress(asyncio.CancelledError, Draining):
-                self._tasks.start(self._serve(await pulling))
+                self._start(await pulling)
+
+    def _start(self, delivery: Delivery) -> None:
+        if not is_bundle(delivery.message):
+            self._tasks.start(self._serve(delivery))
+            return
+        places = BundlePlaces(self._admission, self._class(delivery), self._draining, self._on_fed)
+        self._unfed += 1
+        self._fed.clear()
+        self._tasks.start(self._serve_bundle(delivery, places))
+
+    def _on_fed(self) -> None:
+        self._unfed -= 1
+        if not self._unfed:
+            self._fed.set()
 
     async def drain(self) -> None:
         """Takes nothing more; hands back what has not started."""
@@ -274,8 +295,64 @@ class JobIntake:
         with await self._admission.take_job(self._class(delivery)) as permit:
             await self._deliveries.handle(delivery, permit)
 
+    async def _serve_bundle(self, delivery: Delivery, places: BundlePlaces) -> None:
+        try:
+            await self._deliveries.handle_bundle(delivery, places)
+        finally:
+            places.close()
+
     def _class(self, delivery: Delivery) -> ServiceClass:
         try:
             return self._settings.subjects.parse_job(delivery.message.subject, any_kind=True).job_class
         except InvalidSubject:
             return BATCH
+
+
+class BundlePlaces:
+    """Permits for the requests of one bundle; see `inferbus.workers.jobs.bundle.Places`.
+
+    Args:
+        admission: Gives them.
+        service_class: Of the bundle.
+        draining: No more are given once it is set.
+        fed: Called once, when the last request has its permit.
+    """
+
+    def __init__(
+        self,
+        admission: Admission,
+        service_class: ServiceClass,
+        draining: asyncio.Event,
+        fed: Callable[[], None],
+    ) -> None:
+        self._admission = admission
+        self._class = service_class
+        self._draining = draining
+        self._fed: Callable[[], None] | None = fed
+
+    @contextmanager
+    def feeding(self) -> Iterator[None]:
+        """While the block runs, the worker takes no further job."""
+        try:
+            yield
+        finally:
+            self.close()
+
+    async def take(self) -> Permit | None:
+        """A permit, as soon as there is room for another job; None: the worker is draining."""
+        while not self._draining.is_set():
+            if self._admission.room.is_set() and (permit := self._admission.take(self._class)):
+                return permit
+            waiting = [asyncio.ensure_future(each.wait()) for each in (self._admission.room, self._draining)]
+            try:
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for each in waiting:
+                    each.cancel()
+        return None
+
+    def close(self) -> None:
+        """Lets the worker take further jobs."""
+        fed, self._fed = self._fed, None
+        if fed is not None:
+            fed()

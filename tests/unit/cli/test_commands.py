@@ -244,8 +244,8 @@ BATCH_LINE = b'{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions
     [
         (b"[1, 2", "not valid application/json"),
         (b" \n\n", "the body is empty"),
-        (b'{"a": 1}\n{"b": 2}\n', "submit the lines one by one"),
-        (BATCH_LINE + b"\n" + BATCH_LINE, "submit the lines one by one"),
+        (b'{"a": 1}\n{"b": 2}\n', "inferbus batch run"),
+        (BATCH_LINE + b"\n" + BATCH_LINE, "inferbus batch run"),
         (BATCH_LINE, "the body is a line of a batch file"),
         ('{"a": 1}'.encode("utf-16"), "the body is UTF-16"),
         (b'{"a": "\xff"}', "not valid application/json: Invalid UTF-8"),

@@ -294,9 +294,9 @@ class Bus:
             raise NotPermitted(f"not permitted to subscribe to {subject}")
         return subscription
 
-    def private_subject(self) -> str:
-        """A prefix of subjects that only this process uses."""
-        return f"{self._inboxes.prefix}.{secrets.token_hex(11)}"
+    def private_subject(self, token: str | None = None) -> str:
+        """A prefix of subjects that only this process uses, or those processes that share the token."""
+        return f"{self._inboxes.prefix}.{token or secrets.token_hex(11)}"
 
     def inbox(self, callback: Callback, *, secret: bool = False) -> Inbox:
         """A new reply subject for any number of answers; close it when done.

@@ -263,6 +263,10 @@ class JetStream:
                 break
         return messages
 
+    async def purge(self, stream: str, subject: str) -> None:
+        """See `Broker`."""
+        await self.call(f"STREAM.PURGE.{stream}", {"filter": subject})
+
     async def page(
         self, stream: str, subject: str, *, first: int = 1, batch: int | None = None
     ) -> tuple[list[Stored], int]:

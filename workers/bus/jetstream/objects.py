@@ -85,4 +85,4 @@ class Objects:
     async def remove(self, owner: str, reference: ObjectRef) -> None:
         """See `ObjectStore`; for workers and operators."""
         subject = self._bus.subjects.object(owner, reference.id, "*")
-        await self._jetstream.call(f"STREAM.PURGE.{layout.OBJECTS}", {"filter": subject})
+        await self._jetstream.purge(layout.OBJECTS, subject)

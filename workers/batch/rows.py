@@ -1,0 +1,196 @@
+"""Batches from Python: rows in, lines out, over the same files and the same run as the command's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import queue
+import tempfile
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from inferbus.schemas.errors import InvalidRequest
+from inferbus.schemas.subjects import Kind
+from inferbus.workers.batch.lines import KINDS
+from inferbus.workers.batch.runs import Begun, Options, begin, run
+from inferbus.workers.batch.state import Batches, Record
+from inferbus.workers.client.client import Client
+from inferbus.workers.config import BusSettings
+
+_LINE: Final = {"custom_id", "url", "body"}
+_URLS: Final = {kind: url for url, kind in KINDS.items()}
+
+
+class Rows:
+    """One call of `Client.batch`; see there.
+
+    Args:
+        client: Connected.
+        rows: Lines, bodies, or a path.
+        output: The output file; None: nothing is kept.
+        model: For all requests.
+        kind: Of rows that are bodies.
+        deadline: Seconds that a request may take.
+        ordered: Yield in the order of the rows.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        rows: Iterable[Mapping[str, Any]] | str | Path,
+        *,
+        output: str | Path | None,
+        model: str | None,
+        kind: Kind,
+        deadline: float | None,
+        ordered: bool,
+    ) -> None:
+        self._client = client
+        self._rows = rows
+        self._output = output
+        self._model = model
+        self._kind = kind
+        self._deadline = deadline
+        self._ordered = ordered
+
+    async def lines(self) -> AsyncIterator[dict[str, Any]]:
+        """Runs the batch, and yields its lines."""
+        with contextlib.ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="inferbus-batch-")))
+            output = folder / "output.jsonl" if self._output is None else Path(self._output)
+            source = await asyncio.to_thread(self._source, output)
+            options = Options(
+                output=output, model=self._model, deadline=self._deadline, ordered=self._ordered
+            )
+            begun = await begin(self._client, source, options)
+            try:
+                async for line in self._run(begun):
+                    yield line
+            finally:
+                if self._output is None:
+                    await Batches(self._client.bus, self._client.owner).remove(begun.kept.record.id)
+
+    async def _run(self, begun: Begun) -> AsyncIterator[dict[str, Any]]:
+        record = begun.kept.record
+        for line in [] if self._ordered else await asyncio.to_thread(_earlier, record):
+            yield line
+        arrived: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+        def written(lines: list[bytes]) -> None:
+            if not self._ordered:
+                for line in lines:
+                    arrived.put_nowait(line)
+
+        running = asyncio.create_task(run(self._client, begun, written=written))
+        running.add_done_callback(lambda _: arrived.put_nowait(None))
+        try:
+            while (raw := await arrived.get()) is not None:
+                yield msgspec.json.decode(raw)
+            record = await running
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        if self._ordered:
+            # Both files are in that order.
+            for line in heapq.merge(*map(_read, _files(record)), key=_number):
+                yield line
+
+    def _source(self, output: Path) -> Path:
+        """The rows as a batch file beside the output."""
+        if isinstance(self._rows, str | Path):
+            return Path(self._rows)
+        path = output.with_name(f"{output.name}.input.jsonl")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        encoder = msgspec.json.Encoder()
+        with path.open("wb") as file:
+            for number, row in enumerate(self._rows):
+                try:
+                    file.write(encoder.encode(self._line(number, row)) + b"\n")
+                except (TypeError, ValueError, OverflowError, RecursionError) as error:
+                    raise InvalidRequest(f"row {number} cannot be sent as JSON: {error}") from None
+        return path
+
+    def _line(self, number: int, row: Mapping[str, Any]) -> dict[str, Any]:
+        if row.keys() >= _LINE:
+            return dict(row)
+        return {"custom_id": str(number), "method": "POST", "url": _URLS[self._kind], "body": dict(row)}
+
+
+def batch(
+    rows: Iterable[Mapping[str, Any]] | str | Path,
+    *,
+    url: str | BusSettings = BusSettings(),  # noqa: B008 - frozen
+    owner: str = "default",
+    **options: Any,
+) -> Generator[dict[str, Any], None, None]:
+    """`Client.batch` for programs without an event loop: yields the lines as they come.
+
+    Args:
+        rows: See `Client.batch`.
+        url: Of NATS, or settings.
+        owner: Whose the batch is.
+        options: See `Client.batch`.
+
+    Raises:
+        InferbusError: See `Client.batch`; also that NATS cannot be reached.
+    """
+    lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+    loop = asyncio.new_event_loop()
+
+    async def work() -> None:
+        async with Client.connect(url, owner=owner) as client:
+            async for line in client.batch(rows, **options):
+                lines.put(line)
+
+    # On a thread of its own: the batch goes on while the program works on a line.
+    with ThreadPoolExecutor(1, thread_name_prefix="inferbus-batch") as thread:
+        task = loop.create_task(work())
+        running = thread.submit(_run, loop, task)
+        running.add_done_callback(lambda _: lines.put(None))
+        try:
+            while (line := lines.get()) is not None:
+                yield line
+            running.result()
+        finally:
+            if not running.done():
+                loop.call_soon_threadsafe(task.cancel)
+
+
+def _run(loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        with contextlib.suppress(asyncio.CancelledError):
+            loop.run_until_complete(task)
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.run_until_complete(loop.shutdown_default_executor())
+    finally:
+        loop.close()
+
+
+def _earlier(record: Record) -> list[dict[str, Any]]:
+    """Lines that the files of a batch hold."""
+    return [line for path in _files(record) for line in _read(path)]
+
+
+def _files(record: Record) -> tuple[Path, Path]:
+    return Path(record.output), Path(record.errors)
+
+
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    partial = path.with_name(f"{path.name}.partial")
+    found = next((each for each in (partial, path) if each.exists()), None)
+    if found is None:
+        return
+    with found.open("rb") as file:
+        for raw in file:
+            if raw.endswith(b"\n"):
+                yield msgspec.json.decode(raw)
+
+
+def _number(line: dict[str, Any]) -> int:
+    return int(line["id"].rpartition("_")[2])

@@ -1,0 +1,264 @@
+"""Beginning a batch, or going on with it: what the command and the Python interface share."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from inferbus.schemas.errors import InvalidRequest
+from inferbus.workers.batch.errors import BatchChanged, BatchHeld, InvalidBatch
+from inferbus.workers.batch.lines import Expected, Problem, Validation, validate
+from inferbus.workers.batch.state import ENDED, Batches, Kept, Record, Source
+from inferbus.workers.batch.submitter import Report, Submitter
+from inferbus.workers.client.client import Client
+
+SHOWN: Final = 20
+"""Problems that an error's message names."""
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """How a batch is run.
+
+    Attributes:
+        output: The output file; None: beside the input, `<name>.output.jsonl`.
+        errors: The error file; None: beside the output, `<name>.errors.jsonl`.
+        model: For all lines, whatever they name; None: they name it.
+        window: Seconds after its beginning when the batch expires; None: never.
+        deadline: Seconds that a line may take from when it was submitted; None: no limit.
+        skip_invalid: Lines that cannot be run become error lines; otherwise the batch does not begin.
+        ordered: The finished output is in the order of the input.
+    """
+
+    output: Path | None = None
+    errors: Path | None = None
+    model: str | None = None
+    window: float | None = None
+    deadline: float | None = None
+    skip_invalid: bool = False
+    ordered: bool = False
+
+
+class Begun(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch that can be run.
+
+    Attributes:
+        kept: Its record.
+        duplicates: Lines that repeat an id.
+        complete: Whether nothing is left to do.
+    """
+
+    kept: Kept
+    duplicates: frozenset[int] = frozenset()
+    complete: bool = False
+
+
+async def begin(client: Client, source: Path, options: Options) -> Begun:
+    """Validates a file and registers its batch, or finds the batch that it began earlier.
+
+    Raises:
+        InvalidBatch: Lines cannot be run, and are not to be skipped.
+        BatchChanged: The file has changed since, in another way than by growing.
+        InvalidRequest: The file cannot be read.
+        BusUnavailable: JetStream does not answer.
+    """
+    batches = Batches(client.bus, client.owner)
+    await batches.prepare()
+    source, output, errors = _paths(source, options)
+    found = await batches.find(_id(client.owner, output))
+    if found is not None and not _files_exist(found.record):
+        found = await _forgotten(batches, found)
+    if found is None:
+        return await _new(client, batches, source, output, errors, options)
+    return await _again(batches, found, source, options)
+
+
+async def proceed(client: Client, batch: str, *, source: Path | None = None, retry: bool = False) -> Begun:
+    """Goes on with a batch that is known by its id, on any machine that has its files.
+
+    Args:
+        client: Connected; its owner is the batch's.
+        batch: Its id.
+        source: Where the input is now; None: where it was.
+        retry: Run the lines of the error file again.
+
+    Raises:
+        BatchNotFound: There is none.
+        BatchHeld: Lines are to be run again, and the batch has not ended.
+        BatchChanged: The output is not here, or the file has changed since, in another way than by growing.
+        InvalidRequest: The file cannot be read.
+        BusUnavailable: JetStream does not answer.
+    """
+    batches = Batches(client.bus, client.owner)
+    found = await batches.get(batch)
+    record = found.record
+    if retry:
+        if record.status not in ENDED:
+            raise BatchHeld("the batch has not ended; resume it")
+        errors = Path(record.errors)
+        for path in (errors, errors.with_name(f"{errors.name}.partial")):
+            if path.exists():
+                path.replace(errors.with_name(f"{errors.name}.retried"))
+        # A window that has passed would end it at once.
+        record.stamps = record.stamps | {"created_at": int(time.time())}
+        await batches.forget_cancel(batch)
+        record.status = "in_progress"
+        found = msgspec.structs.replace(found, sequence=await batches.save(record, found.sequence))
+    options = Options(model=record.model if record.any_model else None, skip_invalid=record.skip_invalid)
+    return await _again(batches, found, source or Path(record.source.path), options)
+
+
+async def run(
+    client: Client,
+    begun: Begun,
+    *,
+    report: Report = lambda record, pace, submitted: None,
+    written: Callable[[list[bytes]], None] = lambda lines: None,
+) -> Record:
+    """Runs a batch to its end; see `Submitter.run`."""
+    if begun.complete:
+        return begun.kept.record
+    submitter = Submitter(client, begun.kept, report=report, written=written)
+    return await submitter.run(begun.duplicates)
+
+
+async def _new(
+    client: Client, batches: Batches, source: Path, output: Path, errors: Path, options: Options
+) -> Begun:
+    expected = Expected(model=options.model, any_model=options.model is not None)
+    validation = await _validated(source, expected)
+    kind, model = validation.expected.kind, validation.expected.model
+    if validation.problems and (not options.skip_invalid or kind is None or model is None):
+        raise _invalid(source, validation)
+    assert kind is not None
+    assert model is not None
+    record = Record(
+        id=_id(client.owner, output),
+        owner=client.owner,
+        kind=kind,
+        model=model,
+        any_model=options.model is not None,
+        source=_source(source, validation),
+        output=str(output),
+        errors=str(errors),
+        window=options.window,
+        deadline=options.deadline,
+        skip_invalid=options.skip_invalid,
+        ordered=options.ordered,
+        problems=validation.problems[:SHOWN],
+        replies=secrets.token_hex(11),
+    )
+    record.stamps = {"created_at": int(time.time())}
+    sequence = await batches.save(record, await batches.last(record.id))
+    await batches.forget_cancel(record.id)
+    kept = Kept(record=record, sequence=sequence)
+    return Begun(kept=kept, duplicates=frozenset(validation.duplicates))
+
+
+async def _again(batches: Batches, found: Kept, source: Path, options: Options) -> Begun:
+    record = found.record
+    if options.model is not None and options.model != record.model:
+        raise BatchChanged(f"the batch was begun with the model {record.model}; use another --output")
+    if record.counts.ended and not _files_exist(record):
+        raise BatchChanged(
+            f"the output of batch {record.id} is not here: {record.output} has {record.counts.ended} of its "
+            f"lines; put it there, or begin anew after `inferbus batch rm {record.id}`"
+        )
+    known, duplicates = record.source, frozenset[int]()
+    if known.duplicates or _changed(source, known):
+        expected = Expected(kind=record.kind, model=record.model, any_model=record.any_model)
+        validation = await _validated(source, expected, earlier=known.lines)
+        if validation.earlier != known.digest:
+            raise BatchChanged(
+                f"{source} is not the file of batch {record.id}: its first {known.lines} lines have changed; "
+                "use another --output for another batch"
+            )
+        if validation.problems and not record.skip_invalid:
+            raise _invalid(source, validation)
+        duplicates = frozenset(validation.duplicates)
+        record.source = _source(source, validation)
+    elif str(source) != known.path:
+        record.source = msgspec.structs.replace(known, path=str(source))
+    if record.status in ENDED:
+        done = record.counts.ended >= record.source.lines
+        if done:
+            return Begun(kept=found, complete=True)
+        await batches.forget_cancel(record.id)
+    return Begun(kept=found, duplicates=duplicates)
+
+
+async def _forgotten(batches: Batches, found: Kept) -> Kept | None:
+    """A record whose output is gone: where the batch had ended, its lines are run anew."""
+    if found.record.status not in ENDED:
+        return found
+    await batches.remove(found.record.id)
+    return None
+
+
+def _changed(source: Path, known: Source) -> bool:
+    """Whether a file is perhaps not as it was."""
+    try:
+        stat = source.stat()
+    except OSError as error:
+        raise InvalidRequest(f"{source}: {error.strerror}") from None
+    return (stat.st_size, stat.st_mtime_ns) != (known.size, known.modified)
+
+
+async def _validated(source: Path, expected: Expected, *, earlier: int = 0) -> Validation:
+    try:
+        return await asyncio.to_thread(validate, source, expected, earlier=earlier)
+    except (OSError, EOFError) as error:
+        raise InvalidRequest(f"{source}: {error}") from None
+
+
+def _files_exist(record: Record) -> bool:
+    paths = [Path(record.output), Path(record.errors)]
+    return any(path.exists() or path.with_name(f"{path.name}.partial").exists() for path in paths)
+
+
+def _source(path: Path, validation: Validation) -> Source:
+    stat = path.stat()
+    return Source(
+        path=str(path),
+        size=stat.st_size,
+        modified=stat.st_mtime_ns,
+        lines=validation.total,
+        digest=validation.digest,
+        duplicates=bool(validation.duplicates),
+    )
+
+
+def _invalid(source: Path, validation: Validation) -> InvalidBatch:
+    count = max(validation.invalid, len(validation.problems))
+    shown = "; ".join(map(_shown, validation.problems[:SHOWN]))
+    more = f"; and {count - SHOWN} more" if count > SHOWN else ""
+    return InvalidBatch(f"{source}: nothing was submitted: {shown}{more}")
+
+
+def _shown(problem: Problem) -> str:
+    where = "" if problem.line is None else f"line {problem.line}: "
+    return f"{where}{problem.code}: {problem.message}"
+
+
+def _paths(source: Path, options: Options) -> tuple[Path, Path, Path]:
+    output = options.output or _beside(source, "output")
+    errors = options.errors or _beside(output, "errors")
+    return source.absolute(), output.absolute(), errors.absolute()
+
+
+def _beside(path: Path, what: str) -> Path:
+    name = path.name
+    for suffix in (".gz", ".zst", ".jsonl", ".json", ".output"):
+        name = name.removesuffix(suffix)
+    return path.with_name(f"{name}.{what}.jsonl")
+
+
+def _id(owner: str, output: Path) -> str:
+    """The same command means the same batch."""
+    return f"batch_{hashlib.blake2b(f'{owner} {output}'.encode(), digest_size=8).hexdigest()}"

@@ -1,0 +1,303 @@
+"""The state of a batch in NATS: one small record, which is also the lease of the process that runs it.
+
+Every record replaces the one before, and only if nobody has written another meanwhile. So of two processes
+that run one batch, one finds out and stops. Subjects name the owner, so that permissions can restrict them.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any, Final, Literal
+
+import msgspec
+
+from inferbus.schemas import codec
+from inferbus.schemas.errors import CallerError
+from inferbus.schemas.subjects import Kind, escape
+from inferbus.workers.batch.counts import Counts, Usage
+from inferbus.workers.batch.errors import BatchHeld, BatchNotFound
+from inferbus.workers.batch.lines import Problem
+from inferbus.workers.bus.connection.bus import Bus
+from inferbus.workers.bus.errors import NOT_FOUND, STREAM_NOT_FOUND, ApiError
+from inferbus.workers.bus.interface import Stored
+from inferbus.workers.bus.jetstream.client import JetStream
+
+STREAM: Final = "KV_INFER_BATCHES"
+"""A key-value bucket (ADR-8), so that `nats kv` reads it."""
+
+_KEYS: Final = "$KV.INFER_BATCHES"
+
+Status = Literal[
+    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+]
+ENDED: Final[frozenset[Status]] = frozenset({"failed", "completed", "expired", "cancelled"})
+
+
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """The process that runs a batch."""
+
+    host: str
+    pid: int
+    token: str
+
+    @property
+    def gone(self) -> bool:
+        """Whether it ran on this machine, and is no longer there."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            return False
+        return self.pid == os.getpid()
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """The input file as it was validated.
+
+    Attributes:
+        path: Absolute.
+        size: Bytes.
+        modified: Nanoseconds.
+        lines: That are not blank.
+        digest: Of these.
+        duplicates: Whether some repeat an id.
+    """
+
+    path: str
+    size: int
+    modified: int
+    lines: int
+    digest: str
+    duplicates: bool = False
+
+
+class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One batch.
+
+    Attributes:
+        id: Its id, unique for its owner.
+        owner: Whose it is.
+        kind: Of its requests.
+        model: The served model.
+        any_model: Whether `model` stands for whatever the lines name.
+        status: As in OpenAI's API.
+        source: Its input.
+        output: Path of the output file.
+        errors: Path of the error file.
+        counts: Lines that ended.
+        usage: Tokens so far.
+        stamps: Unix seconds by name: `created_at`, `in_progress_at`, …
+        window: Seconds after `created_at` when it expires; None: never.
+        deadline: Seconds that a line may take; None: no limit.
+        skip_invalid: Whether lines that cannot be run become error lines.
+        ordered: Whether the output is in the order of the input.
+        problems: What validation has found.
+        first: Number of the oldest job that may be open.
+        reserved: Jobs with this number and above were never sent.
+        since: Stream sequence of the oldest job that may be open.
+        alone: Input lines of the open jobs that hold one line each, by job.
+        replies: Token of the subject on which jobs tell that they are done.
+        holder: Who runs it; None: nobody.
+        rate: Lines a second, of late.
+    """
+
+    id: str
+    owner: str
+    kind: Kind
+    model: str
+    any_model: bool = False
+    status: Status = "validating"
+    source: Source
+    output: str
+    errors: str
+    counts: Counts = msgspec.field(default_factory=Counts)
+    usage: Usage = msgspec.field(default_factory=Usage)
+    stamps: dict[str, int] = {}
+    window: float | None = None
+    deadline: float | None = None
+    skip_invalid: bool = False
+    ordered: bool = False
+    problems: list[Problem] = []
+    first: int = 0
+    reserved: int = 0
+    since: int = 1
+    alone: dict[str, int] = {}
+    replies: str = ""
+    holder: Holder | None = None
+    rate: float = 0.0
+
+    def enter(self, status: Status, now: float) -> None:
+        """Changes the status, and stamps when."""
+        self.status = status
+        self.stamps = self.stamps | {f"{status}_at": int(now)}
+
+    def openai(self) -> dict[str, Any]:
+        """OpenAI's batch object, with five counts that sum to the total beside its own three."""
+        total, counts = self.source.lines, self.counts
+        urls = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "tokens": "/v1/tokens"}
+        names = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+        created = self.stamps.get("created_at")
+        errors = [msgspec.to_builtins(each) for each in self.problems]
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": urls[self.kind],
+            "model": self.model,
+            "errors": {"object": "list", "data": errors} if errors else None,
+            "input_file_id": self.source.path,
+            "completion_window": None if self.window is None else f"{self.window:g}s",
+            "status": self.status,
+            "output_file_id": self.output if self.counts.succeeded else None,
+            "error_file_id": self.errors if self.counts.ended > self.counts.succeeded else None,
+            "created_at": created,
+            "expires_at": None if self.window is None or created is None else int(created + self.window),
+            **{f"{name}_at": self.stamps.get(f"{name}_at") for name in names},
+            "request_counts": {
+                "total": total,
+                "completed": counts.succeeded,
+                "failed": counts.errored,
+                "processing": total - counts.ended,
+                "succeeded": counts.succeeded,
+                "errored": counts.errored,
+                "cancelled": counts.cancelled,
+                "expired": counts.expired,
+            },
+            "usage": self.usage.openai(),
+            "metadata": None,
+        }
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """A record as the server has it."""
+
+    record: Record
+    sequence: int
+
+
+class Batches:
+    """The records of one owner's batches.
+
+    Args:
+        bus: The connection.
+        owner: Whose.
+    """
+
+    def __init__(self, bus: Bus, owner: str) -> None:
+        self._jetstream = JetStream(bus)
+        self._owner = owner
+
+    async def prepare(self) -> None:
+        """Makes the bucket where it is missing.
+
+        Raises:
+            BusUnavailable: JetStream does not answer, or does not allow it.
+        """
+        try:
+            await self._jetstream.call(f"STREAM.INFO.{STREAM}")
+        except ApiError as error:
+            if error.err_code != STREAM_NOT_FOUND:
+                raise
+            await self._jetstream.call(f"STREAM.CREATE.{STREAM}", bucket())
+
+    async def find(self, batch: str) -> Kept | None:
+        """A batch's record, if there is one."""
+        stored = await self._jetstream.last(STREAM, self._subject(batch))
+        return _kept(stored)
+
+    async def last(self, batch: str) -> int:
+        """The sequence that a new record replaces; 0: there is none."""
+        stored = await self._jetstream.last(STREAM, self._subject(batch))
+        return 0 if stored is None else stored.sequence
+
+    async def get(self, batch: str) -> Kept:
+        """A batch's record.
+
+        Raises:
+            BatchNotFound: There is none.
+        """
+        try:
+            found = await self.find(batch)
+        except ApiError as error:
+            if error.status != NOT_FOUND:
+                raise
+            found = None
+        if found is None:
+            raise BatchNotFound(f"there is no batch {batch} of the owner {self._owner}")
+        return found
+
+    async def all(self) -> list[Kept]:
+        """Every batch of this owner, the newest first."""
+        try:
+            stored = await self._jetstream.read(STREAM, f"{_KEYS}.{escape(self._owner)}.*.state")
+        except ApiError as error:
+            if error.status != NOT_FOUND:
+                raise
+            return []
+        found = [kept for each in stored if (kept := _kept(each)) is not None]
+        return sorted(found, key=lambda each: -each.record.stamps.get("created_at", 0))
+
+    async def save(self, record: Record, after: int) -> int:
+        """Replaces a record; returns the new one's sequence.
+
+        Args:
+            record: The new one.
+            after: The sequence of the one that it replaces; 0: there is none.
+
+        Raises:
+            BatchHeld: Somebody else has written one meanwhile.
+        """
+        ack = await self._jetstream.store(self._subject(record.id), codec.encode(record), expect=after)
+        if ack is None:
+            raise BatchHeld("another process has taken this batch over")
+        return ack.sequence
+
+    async def ask_cancel(self, batch: str) -> None:
+        """Leaves the wish that a batch be cancelled; whoever runs it sees that within a second."""
+        await self._jetstream.store(self._subject(batch, "cancel"), b"cancel")
+
+    async def cancel_asked(self, batch: str) -> bool:
+        """Whether somebody wishes that."""
+        stored = await self._jetstream.last(STREAM, self._subject(batch, "cancel"))
+        return stored is not None and bool(stored.data)
+
+    async def forget_cancel(self, batch: str) -> None:
+        """Takes the wish back: the batch is run again."""
+        await self._jetstream.store(self._subject(batch, "cancel"), b"", {"KV-Operation": "DEL"})
+
+    async def remove(self, batch: str) -> None:
+        """Removes a batch's record."""
+        for key in ("state", "cancel"):
+            await self._jetstream.store(self._subject(batch, key), b"", {"KV-Operation": "DEL"})
+
+    def _subject(self, batch: str, key: str = "state") -> str:
+        return f"{_KEYS}.{escape(self._owner)}.{escape(batch)}.{key}"
+
+
+def bucket() -> dict[str, Any]:
+    """The stream behind the bucket: a record a batch, which stays until it is removed."""
+    return {
+        "name": STREAM,
+        "subjects": [f"{_KEYS}.>"],
+        "storage": "file",
+        "discard": "new",
+        "max_msgs_per_subject": 1,
+        "max_bytes": 256 * 1024 * 1024,
+        "max_age": 0,
+        "allow_rollup_hdrs": True,
+        "deny_delete": True,
+        "allow_direct": True,
+    }
+
+
+def _kept(stored: Stored | None) -> Kept | None:
+    if stored is None or not stored.data:
+        return None
+    try:
+        record = codec.decode(stored.data, Record)
+    except CallerError:
+        return None
+    return Kept(record=record, sequence=stored.sequence)
