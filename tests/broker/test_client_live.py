@@ -22,8 +22,10 @@ from inferbus.schemas.errors import (
     NoWorker,
     PayloadTooLarge,
 )
+from inferbus.workers.bus.connection import bus
 from inferbus.workers.bus.errors import NotPermitted
-from inferbus.workers.client import AnswerLost, Client, Stats, TimedOut, bulk, live, text
+from inferbus.workers.client import AnswerLost, Client, ConnectionLost, Stats, TimedOut, bulk, live, text
+from inferbus.workers.client.liveness import MAX_UNANSWERED
 from inferbus.workers.stack.server import NatsServer
 from tests.support.answers import USAGE, chat_answer
 from tests.support.eventually import eventually
@@ -487,6 +489,31 @@ async def test_a_server_that_dies_in_mid_stream_never_leaves_a_hole(
         await eventually(lambda: worker.nc.is_connected, within=20)
         # What the worker sent meanwhile is gone.
         await worker.send(reply, *sent[6:])
-        with pytest.raises(AnswerLost):
+        with pytest.raises(ConnectionLost):
             await reading
         assert "".join(got) == "abc"
+
+
+@pytest.mark.faults
+async def test_after_a_lost_connection_the_patience_is_not_shortened(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody says that he works on it, as the worker is not back yet: that alone ends nothing."""
+    monkeypatch.setattr(live, "ASK_AFTER", 0.05)
+    monkeypatch.setattr(live, "ASK_EVERY", 0.05)
+    monkeypatch.setattr(bus, "SETTLING", 0.1)
+    questions: list[Msg] = []
+
+    async def alive(message: Msg) -> None:
+        questions.append(message)
+
+    async with responder(server.url) as worker, Client.connect(server.url, timeout=60) as client:
+        await worker.nc.subscribe("infer.alive.live.*", cb=alive)
+        answer = asyncio.ensure_future(client.chat("m", HELLO).answer())
+        request = await worker.request()
+        await server.kill()
+        await server.restart()
+        await eventually(lambda: len(questions) > 2 * MAX_UNANSWERED, within=30)
+        assert not answer.done()
+        await worker.answer(request.reply, "still here")
+        assert await answer == chat_answer("still here")

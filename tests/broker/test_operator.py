@@ -184,7 +184,7 @@ async def test_a_replay_that_was_interrupted_before_it_removed_the_letter_is_fin
 ) -> None:
     async with denying(tmp_path, "$JS.API.STREAM.MSG.DELETE.>") as (bus, some):
         sequence = await bury(bus, "j")
-        with pytest.raises(BusUnavailable, match=r"replayed as submission \d+ .*stream\.msg\.delete"):
+        with pytest.raises(BusUnavailable, match=r"replayed as submission \d+ .*STREAM\.MSG\.DELETE"):
             await Operator(some).replay(sequence)
         assert await names(Operator(bus)) == ["j"]
         done = await Operator(bus).replay(sequence)

@@ -23,6 +23,12 @@ class AnswerLost(InfrastructureError):
     code = "answer_lost"
 
 
+class ConnectionLost(AnswerLost):
+    """Part of a live answer was lost while this client, or its worker, was without a connection to NATS."""
+
+    code = "connection_lost"
+
+
 class JobNotFound(CallerError):
     """No job of this id is queued, and no result of one is stored."""
 

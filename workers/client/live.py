@@ -15,7 +15,7 @@ from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.connection.message import NO_RESPONDERS, Callback, Message
 from inferbus.workers.bus.errors import NotPermitted
 from inferbus.workers.client.assembler import Event
-from inferbus.workers.client.errors import AnswerLost, TimedOut
+from inferbus.workers.client.errors import AnswerLost, ConnectionLost, TimedOut, WorkerLost
 from inferbus.workers.client.liveness import ASK_AFTER, ASK_EVERY, LivenessProbe
 from inferbus.workers.client.messages import acknowledged_by, not_taken, parse_message
 from inferbus.workers.client.stream import AnswerStream
@@ -51,6 +51,7 @@ class LiveStream(AnswerStream[C]):
         self._timeout = timeout
         self._retries = deque(NO_RESPONDERS_PAUSES)
         self._taker = ""
+        self._reconnects = bus.reconnects
 
     def send(self, subject: str, data: bytes, headers: Mapping[str, str]) -> None:
         """Sends the request.
@@ -78,8 +79,18 @@ class LiveStream(AnswerStream[C]):
         self._request.forget_body()
         events = self._take(message)
         if self._assembler.missing:
-            raise AnswerLost(f"part of the answer was lost on the way; send the request again{self._taker}")
+            raise self._lost()
         return events
+
+    def _lost(self) -> AnswerLost:
+        if self._reconnected:
+            return ConnectionLost("the connection to NATS was lost during the answer; send the request again")
+        return AnswerLost("part of the answer was lost on the way; send the request again")
+
+    @property
+    def _reconnected(self) -> bool:
+        """Whether messages may have been lost with the connection."""
+        return self._bus.reconnects != self._reconnects
 
     async def _end_mark(self) -> list[Event]:
         """Waits for the end mark of an answer that is complete."""
@@ -115,9 +126,11 @@ class LiveStream(AnswerStream[C]):
                 now = self._clock()
                 gives_up = max(began, probe.heard) + timeout
                 if now >= gives_up:
+                    if self._reconnected:
+                        raise self._lost()
                     raise TimedOut(f"nothing came for {timeout:g} s{self._taker}")
                 if now >= next_ask:
-                    probe.ask()
+                    self._ask(probe)
                     next_ask = now + min(ASK_EVERY, timeout / 4)
                 pause = min(next_ask, gives_up) - now
                 try:
@@ -127,6 +140,16 @@ class LiveStream(AnswerStream[C]):
                     self._check_permission()
         finally:
             probe.close()
+
+    def _ask(self, probe: LivenessProbe) -> None:
+        try:
+            probe.ask()
+        except WorkerLost:
+            if not self._reconnected:
+                raise
+            # Its worker may be without a connection still: the configured patience decides.
+            if self._timeout is None:
+                raise self._lost() from None
 
     def _check_permission(self) -> None:
         """NATS reports a refused publish on the connection, and does not answer it."""

@@ -65,6 +65,8 @@ class LivenessProbe:
             # The connection is lost or just back: silence means nothing.
             self._unanswered = 0
         if self._unanswered >= MAX_UNANSWERED:
+            # The caller may be more patient, and go on asking.
+            self._unanswered = 0
             raise WorkerLost("no worker works on this request any more; send it again")
         self._unanswered += 1
         self._bus.send(self._subject, b"", reply=self._inbox.subject)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from inferbus.schemas.fleet import Role
@@ -138,7 +139,7 @@ def decode(
     observers = Observers(observer, endpoints.EndpointFigures(served), bounded)
     run, gate = _legs(bus, engine, registry, queue, admission, settings)
     broker = JetStream(bus)
-    listeners = Listeners(lambda gone: bus.probe_inbox(gone).subject, every=worker.client_gone_every)
+    listeners = Listeners(lambda gone: _probe(bus, gone), every=worker.client_gone_every)
     runner = AttemptRunner(
         broker, Answering(engine, run), ours, listeners=listeners, observer=observers, now=clock.now
     )
@@ -159,6 +160,14 @@ def decode(
         tasks=tasks,
         gate=gate,
     )
+
+
+def _probe(bus: Bus, gone: Callable[[str], None]) -> str:
+    """Where the server reports messages that reach nobody.
+
+    After a server has come back, callers may just not have connected again.
+    """
+    return bus.probe_inbox(lambda reply: gone(reply) if bus.settled else None).subject
 
 
 def _legs(
