@@ -100,6 +100,11 @@ class Parser:
         self._client = client
         self.reset()
 
+    @property
+    def waiting(self) -> bool:
+        """Whether a command has begun and not ended."""
+        return self._have > 0
+
     def reset(self) -> None:
         """Forgets what was received: this is a new connection."""
         self._parts: list[bytes] = []
