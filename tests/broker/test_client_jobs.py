@@ -340,7 +340,7 @@ async def test_what_the_server_sends_on_somebodys_behalf_ends_no_reader(
     await eventually(lambda: "".join(got) == "mine")
     spoofed = {"Infer-Status": "ok", "Infer-Chunks": "2", "Infer-Attempt": "1"}
     await worker.nc.publish("infer.jobs.m.batch.you.chat", b"{}", reply=own)
-    await worker.nc.publish("infer.cancel.you.x", b"", reply=own, headers=spoofed)
+    await worker.nc.publish("infer.cancel.you.x", b"", reply=own, headers=spoofed | of(job))
     for subject in ("infer.results.me.other", "infer.stream.me.other"):
         stream_name = layout.RESULTS if "results" in subject else layout.STREAM
         await worker.nc.publish(f"$JS.API.DIRECT.GET.{stream_name}.{subject}", b"", reply=own)

@@ -20,6 +20,7 @@ from inferbus.workers.bus.fleet.registry import parse_entry
 from inferbus.workers.bus.interface import Stored
 from inferbus.workers.client.messages import parse_message, parse_result
 from inferbus.workers.jobs import attempt, cancel, fields, history
+from tests.fuzz import wire
 from tests.fuzz.mutator import Mutator
 
 NOW: Final = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
@@ -299,7 +300,12 @@ def _dead_letter(make: Mutator) -> object:
     return header_block(letter)
 
 
+def _connection(make: Mutator) -> None:
+    wire.run(wire.mutated(make.random))
+
+
 TARGETS: Final[dict[str, Target]] = {
+    "connection": _connection,
     **{f"request {kind} {name.rpartition('/')[2]}": _request(kind, name) for kind in KINDS for name in TYPES},
     "live request": _live_request,
     "job": _job,
