@@ -122,6 +122,14 @@ def parse_continues(headers: Mapping[str, str] | None) -> Continuation | None:
     return Continuation(int(found[1]), int(found[2])) if found else None
 
 
+def _moment(text: str) -> dt.datetime:
+    """A time in any form of RFC 3339: lower-case letters and leap seconds, which `datetime` lacks, included."""
+    text = text.upper()
+    if text[16:19] == ":60":
+        return dt.datetime.fromisoformat(f"{text[:16]}:59{text[19:]}") + dt.timedelta(seconds=1)
+    return dt.datetime.fromisoformat(text)
+
+
 def parse_deadline(headers: Mapping[str, str] | None, *, arrived: dt.datetime) -> dt.datetime | None:
     """The moment at which a job expires, or None.
 
@@ -148,8 +156,8 @@ def parse_deadline(headers: Mapping[str, str] | None, *, arrived: dt.datetime) -
             )
         return arrived + dt.timedelta(seconds=seconds)
     try:
-        moment = dt.datetime.fromisoformat(text)
-    except ValueError:
+        moment = _moment(text)
+    except (ValueError, OverflowError):
         raise InvalidRequest(f"{DEADLINE} must be RFC 3339 or a number of seconds", param=DEADLINE) from None
     if moment.tzinfo is None:
         raise InvalidRequest(f"{DEADLINE} must name its offset from UTC", param=DEADLINE)
