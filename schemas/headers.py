@@ -123,7 +123,7 @@ def parse_continues(headers: Mapping[str, str] | None) -> Continuation | None:
 
 
 def _moment(text: str) -> dt.datetime:
-    """A time in any form of RFC 3339, lower-case letters and leap seconds included, which `datetime` lacks."""
+    """A time in any form of RFC 3339, with lower-case letters and leap seconds, which `datetime` lacks."""
     text = text.upper()
     if text[16:19] == ":60":
         return dt.datetime.fromisoformat(f"{text[:16]}:59{text[19:]}") + dt.timedelta(seconds=1)
