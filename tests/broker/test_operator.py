@@ -655,13 +655,15 @@ async def test_streams_are_shown_and_adopted(bus: Bus, run: Run) -> None:
     assert out.count("missing") == 7
     assert "--adopt" in err
     code, out, err = await run("streams", "--adopt")
-    assert (code, err) == (0, "")
+    assert code == 0
+    assert set(err.splitlines()) == {f"{name}: made" for name in layout.CONTRACT}
     rows = {line.split()[0]: line.split()[-1] for line in out.splitlines()[1:]}
     assert set(rows.values()) == {"ok"}
     code, out, err = await run("streams", "--streams-dead-max-bytes", str(512 * MIB))
     assert code == 1
     assert "max_bytes is 268435456, wanted 536870912" in out
-    assert (await run("streams", "--streams-dead-max-bytes", str(512 * MIB), "--adopt"))[0] == 0
+    code, _, err = await run("streams", "--streams-dead-max-bytes", str(512 * MIB), "--adopt")
+    assert (code, err) == (0, "INFER_DEAD: max_bytes from 268435456 to 536870912\n")
     code, out, _ = await run("streams", "--json")
     assert {each["stream"]: each["max_bytes"] for each in json.loads(out)}[layout.DEAD] == 512 * MIB
 

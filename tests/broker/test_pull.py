@@ -109,16 +109,37 @@ async def test_a_long_job_runs_once(streams: Bus, queues: Queues) -> None:
     second.cancel()
 
 
-async def test_a_job_that_waits_here_for_a_slot_is_kept_alive_too(streams: Bus, queues: Queues) -> None:
-    queue = await queues()
+async def test_a_job_that_nobody_here_takes_goes_back_and_is_another_workers(
+    streams: Bus, queues: Queues
+) -> None:
+    queue, other = await queues(ack_wait=60), await queues(ack_wait=60)
     taken = await taken_beside_a_kept_one(streams, queue)
-    await taken.ack()
-    beats = queue.heartbeats.sent
-    await eventually(lambda: queue.heartbeats.sent >= beats + 6)
-    kept = await queue.take()
-    assert kept.attempt == 1
-    assert (await state(streams))["num_redelivered"] == 0
+    await eventually(lambda: not queue.held)
+    kept = await other.take()
     await kept.ack()
+    await taken.ack()
+    assert queue.held == 0
+
+
+async def test_a_job_that_was_sent_when_no_more_was_wanted_still_arrives(
+    streams: Bus, queues: Queues
+) -> None:
+    """A server of a cluster sends jobs for a moment after another one has dropped the listener."""
+    queue = await queues(ack_wait=60)
+    waiting = asyncio.create_task(queue.take())
+
+    async def asked() -> bool:
+        return all([(await state(streams, each))["num_waiting"] for each in CLASSES])
+
+    await eventually(asked)
+    await submit(streams, "first", job_class="interactive")
+    first = await waiting
+    await submit(streams, "late")
+    await eventually(lambda: queue.held == 1)
+    late = await queue.take()
+    assert (late.message.data, late.attempt) == (b"late", 1)
+    await late.ack()
+    await first.ack()
 
 
 async def taken_beside_a_kept_one(bus: Bus, queue: JobQueue) -> NatsDelivery:

@@ -18,19 +18,23 @@ from inferbus.workers.client.survey import StreamState
 
 @click.command(cls=Command)
 @click.option("--adopt", is_flag=True, help="Create what is missing, and raise what is weaker.")
+@click.option("--lower-replicas", is_flag=True, help="With --adopt: also lower the number of copies.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @settings_options("bus", "streams")
-def streams(adopt: bool, as_json: bool, **flags: Any) -> int:
+def streams(adopt: bool, lower_replicas: bool, as_json: bool, **flags: Any) -> int:
     """Show the NATS streams and consumers, compared with the settings.
 
-    Exits with 1 if one is missing or weaker. --adopt changes that; it lowers nothing.
+    Exits with 1 if one is missing or weaker. --adopt changes that, and says on standard error what it did. It
+    lowers nothing, except for the number of copies with --lower-replicas.
     """
+    if lower_replicas and not adopt:
+        raise click.UsageError("--lower-replicas goes with --adopt")
     settings = settings_of(flags)
 
     async def work(client: Client) -> int:
         operator = Operator(client.bus)
         if adopt:
-            await operator.adopt(settings)
+            await operator.adopt(settings, lower_replicas=lower_replicas, report=_report)
         states = await operator.streams(settings)
         if as_json:
             print_json(states)
@@ -60,6 +64,10 @@ def init(model: str, **flags: Any) -> int:
         return 0
 
     return run(settings, work)
+
+
+def _report(change: str) -> None:
+    click.echo(change, err=True)
 
 
 def _print(states: list[StreamState]) -> None:

@@ -11,7 +11,7 @@ None of this needs a worker, or takes a job from one.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Final
 
 import msgspec
@@ -295,13 +295,28 @@ class Operator:
         """
         return await survey(self._bus, settings)
 
-    async def adopt(self, settings: Settings) -> None:
-        """Creates missing NATS streams, and raises settings that are weaker; lowers nothing.
+    async def adopt(
+        self,
+        settings: Settings,
+        *,
+        lower_replicas: bool = False,
+        report: Callable[[str], None] = lambda change: None,
+    ) -> None:
+        """Creates missing NATS streams, and raises settings that are weaker; lowers nothing else.
+
+        The streams of chunks and announcements are made anew, empty, where the server does not change how
+        they are stored.
+
+        Args:
+            settings: As wanted.
+            lower_replicas: Also lower the number of copies.
+            report: Called with a line of text after every change.
 
         Raises:
             BusUnavailable: The server refuses a change, or may not be asked; says which.
         """
-        await adopt(self._bus, settings, await survey(self._bus, settings))
+        states = await survey(self._bus, settings)
+        await adopt(self._bus, settings, states, lower_replicas=lower_replicas, report=report)
 
     async def init(self, model: str, settings: Settings) -> None:
         """Has jobs of a model accepted: creates the missing NATS streams, and the model's consumers.

@@ -13,7 +13,7 @@ from inferbus.workers.bus.durations import seconds
 from inferbus.workers.bus.errors import NOT_FOUND, ApiError
 from inferbus.workers.bus.jetstream import browse, layout
 from inferbus.workers.bus.jetstream.differences import differences
-from inferbus.workers.bus.jetstream.provision import provision
+from inferbus.workers.bus.jetstream.provision import Report, provision
 from inferbus.workers.bus.queue.consumers import job_consumers
 from inferbus.workers.client.records import Queue, queue_address
 from inferbus.workers.config import Settings
@@ -78,11 +78,19 @@ async def survey(bus: Bus, settings: Settings) -> list[StreamState]:
     ]
 
 
-async def adopt(bus: Bus, settings: Settings, states: Sequence[StreamState]) -> None:
+async def adopt(
+    bus: Bus,
+    settings: Settings,
+    states: Sequence[StreamState],
+    *,
+    lower_replicas: bool,
+    report: Report,
+) -> None:
     """Creates what is missing, and raises what is weaker; see `Operator.adopt`."""
-    await provision(bus, settings.streams, adopt=True)
-    weaker = [consumer for state in states for consumer in state.consumers if consumer.differences]
-    for queue in (each.queue for each in weaker if each.queue is not None):
+    await provision(bus, settings.streams, adopt=True, lower_replicas=lower_replicas, report=report)
+    for each in (consumer for state in states for consumer in state.consumers if consumer.differences):
+        if (queue := each.queue) is None:
+            continue
         await job_consumers(
             bus,
             queue.model,
@@ -90,6 +98,7 @@ async def adopt(bus: Bus, settings: Settings, states: Sequence[StreamState]) -> 
             ack_wait=settings.worker.ack_wait,
             adopt=True,
         )
+        report(f"consumer {each.consumer}: raised, since {'; '.join(each.differences)}")
 
 
 async def _stream(bus: Bus, wanted: dict[str, Any], settings: Settings) -> StreamState:

@@ -5,15 +5,17 @@ takes; and it pulls from one consumer. So pull requests are sent and followed he
 
     a job is wanted  → ask class after class, in the order of fairness, without waiting
                      → all empty: one waiting request to each, on a subscription of its own
-    no more is wanted → that subscription ends, and with it its requests: the server drops those that nobody
-                       listens for
+    no more is wanted → that subscription ends soon after, and with it its requests: the server drops those
+                       that nobody listens for
 
 Requests live for 2 s and the server reports their end, so they need no heartbeats of their own: one whose end
 is not reported within a second more is lost.
 
-A job may cross with the end of its subscription, and come even after the server's PONG: a thread of the
-server may have found the listener before, and send afterwards. Such a job is held here, with heartbeats, for
-the next taker.
+A job may cross with the end of what asked for it. In a cluster the server that delivers learns of the end
+later than the one that then drops the job, which waits for a whole ack wait. So a subscription ends only when
+its last jobs are here. One may even come after the server's PONG: a thread of the server may have found the
+listener before, and send afterwards. Such jobs are held here, with heartbeats, for the next taker, and handed
+back if none comes soon.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import asyncio
 import random
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Final
 
 import structlog
@@ -48,6 +50,12 @@ log = structlog.get_logger()
 IDLE_HEARTBEAT: Final = "100"
 
 _PROBE: Final = "probe"
+
+HOLD_BACK: Final = 0.3
+"""Seconds for which jobs may be on their way to a subscription that is not needed any more."""
+
+HELD: Final = 0.3
+"""Seconds for which a job that came too late waits for a taker."""
 
 BACKOFF_FIRST: Final = 0.1
 BACKOFF_LAST: Final = 5.0
@@ -94,6 +102,7 @@ class JobQueue:
         self._stopped = False
         self._loop: asyncio.Task[None] | None = None
         self._returning: set[asyncio.Task[None]] = set()
+        self._ending: set[asyncio.Task[None]] = set()
         self._failures = 0
         self._logged = -LOG_INTERVAL
         self.heartbeats = Heartbeats(bus, ack_wait, stalled=self._changed.set)
@@ -130,7 +139,7 @@ class JobQueue:
             return await taker
         except asyncio.CancelledError:
             if taker.done() and not taker.cancelled() and taker.exception() is None:
-                self._held.appendleft(taker.result())
+                self._hold(taker.result())
             raise
         finally:
             if taker in self._takers:
@@ -164,13 +173,18 @@ class JobQueue:
         if self._loop is not None and not self._loop.done():
             await self._quiet.wait()
             await self._reordering.settled()
+            if self._ending:
+                await asyncio.wait(self._ending)
             if self._stopped:
                 self._loop.cancel()
                 await asyncio.wait({self._loop})
-        await self._hand_back()
+        await self._hand_back(list(self._held))
 
-    async def _hand_back(self) -> None:
-        held, self._held = list(self._held), deque()
+    async def _hand_back(self, jobs: list[NatsDelivery]) -> None:
+        """Gives jobs back that nobody has taken yet."""
+        held = [each for each in jobs if each in self._held]
+        for each in held:
+            self._held.remove(each)
         if not held:
             return
         log.info("jobs.handed_back", count=len(held))
@@ -259,7 +273,9 @@ class JobQueue:
     async def _wait(self) -> None:
         """Asks every class and waits, until a job came for every taker, or something went wrong."""
         group = self._pulls.new_group()
-        waiting = await self._bus.subscribe(self._pulls.replies(group), self._arrived, undecodable=True)
+        waiting = await self._bus.subscribe(
+            self._pulls.replies(group), lambda message: self._arrived(message, group), undecodable=True
+        )
         try:
             while (wanted := self._wanted) and self._problem is None:
                 for each in self._classes.values():
@@ -270,10 +286,13 @@ class JobQueue:
                 if not await self._change(self._pulls.deadline):
                     self._problem = "pull requests are not answered"
         finally:
-            # The server drops requests that nobody listens for. What it has sent by then arrives before this
-            # returns, and is held.
-            await waiting.unsubscribe()
             self._pulls.clear()
+            _in_background(self._ending, self._end(waiting))
+
+    async def _end(self, waiting: Subscription) -> None:
+        """Ends a subscription, and its requests with it, once what was sent to it is here."""
+        await asyncio.sleep(HOLD_BACK)
+        await waiting.unsubscribe()
 
     async def _change(self, deadline: float) -> bool:
         """Waits for anything to happen; False when the deadline passed before."""
@@ -284,7 +303,7 @@ class JobQueue:
             return False
         return True
 
-    def _arrived(self, message: Message) -> None:
+    def _arrived(self, message: Message, group: str = _PROBE) -> None:
         self._changed.set()
         ack = AckSubject.parse(message.reply)
         if ack is None:
@@ -292,7 +311,7 @@ class JobQueue:
             return
         self._answered()
         priority_class = self._by_consumer.get((ack.stream, ack.consumer))
-        self._pulls.delivered(priority_class)
+        self._pulls.delivered(priority_class, group)
         if self._suspect_for > 0:
             log.warning("jobs.too_old", sequence=ack.sequence, attempt=ack.attempt)
             return
@@ -307,12 +326,19 @@ class JobQueue:
             if not taker.done():
                 taker.set_result(delivery)
                 return
+        self._hold(delivery)
+
+    def _hold(self, delivery: NatsDelivery) -> None:
+        """Keeps a job for the next taker, for a while; not at all where no taker will come."""
         self._held.append(delivery)
         if self._quiet.is_set() and (self._stopped or self._paused):
-            # It came late; see `Subscription.unsubscribe`.
-            returning = asyncio.create_task(self._hand_back())
-            self._returning.add(returning)
-            returning.add_done_callback(self._returning.discard)
+            self._return(delivery)
+        else:
+            asyncio.get_running_loop().call_later(HELD, self._return, delivery)
+
+    def _return(self, delivery: NatsDelivery) -> None:
+        if delivery in self._held:
+            _in_background(self._returning, self._hand_back([delivery]))
 
     def _on_status(self, message: Message) -> None:
         """The server ended a pull request, or reports that it is alive."""
@@ -365,3 +391,10 @@ class JobQueue:
         end = self._clock() + seconds
         while not (self._stopped or self._paused) and await self._change(end):
             self._changed.clear()
+
+
+def _in_background(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) -> None:
+    """Starts work, and keeps its task in a set until it has ended."""
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)

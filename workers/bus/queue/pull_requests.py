@@ -44,15 +44,19 @@ class PullRequest:
 
     Attributes:
         priority_class: Whose jobs it asks for.
+        group: Whose subscription it is answered on.
         reply: Its reply subject, unique.
         remaining: Jobs that have not come yet.
         deadline: By the queue's clock; a request that is open then is lost.
     """
 
-    __slots__ = ("deadline", "priority_class", "remaining", "reply")
+    __slots__ = ("deadline", "group", "priority_class", "remaining", "reply")
 
-    def __init__(self, priority_class: PriorityClass, reply: str, batch: int, deadline: float) -> None:
+    def __init__(
+        self, priority_class: PriorityClass, group: str, reply: str, batch: int, deadline: float
+    ) -> None:
         self.priority_class = priority_class
+        self.group = group
         self.reply = reply
         self.remaining = batch
         self.deadline = deadline
@@ -95,7 +99,7 @@ class PullRequests:
         """
         reply = f"{self._base}.{group}.{next(self._numbers):x}"
         expires = EXPIRES if wait else 0.0
-        pull = PullRequest(priority_class, reply, batch, self._clock() + expires + GRACE)
+        pull = PullRequest(priority_class, group, reply, batch, self._clock() + expires + GRACE)
         self._open[reply] = pull
         body: dict[str, object] = {"batch": batch}
         body |= {"expires": nanoseconds(expires)} if wait else {"no_wait": True}
@@ -112,10 +116,10 @@ class PullRequests:
         """When the first of them counts as lost."""
         return min(pull.deadline for pull in self._open.values())
 
-    def delivered(self, priority_class: PriorityClass | None) -> None:
-        """A job came; which request it answers does not matter, and a job does not say it."""
+    def delivered(self, priority_class: PriorityClass | None, group: str) -> None:
+        """A job came; which request of its group it answers does not matter, and a job does not say it."""
         for pull in self._open.values():
-            if pull.priority_class is priority_class:
+            if pull.priority_class is priority_class and pull.group == group:
                 pull.remaining -= 1
                 if pull.remaining == 0:
                     self.end(pull.reply)
