@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Final, TypeVar
 
-from inferbus.schemas.errors import InferbusError
+from inferbus.schemas.errors import BusUnavailable, InferbusError
 from inferbus.schemas.subjects import LIVE_OWNER
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.connection.message import Callback, Message
@@ -47,8 +47,12 @@ class LiveStream(AnswerStream[C]):
 
         Raises:
             PayloadTooLarge: Over the server's limit; nothing was sent.
+            BusUnavailable: The connection is closed for good.
         """
         try:
+            if self._bus.closed.is_set():
+                why = self._bus.failure or "by its user"
+                raise BusUnavailable(f"the connection to NATS is closed: {why}")
             self._request.send(subject, data, headers)
         except InferbusError:
             self._close()
@@ -74,7 +78,7 @@ class LiveStream(AnswerStream[C]):
             return []
 
     def _take(self, message: Message) -> list[Event]:
-        parsed = parse_message(message.data, message.headers)
+        parsed = parse_message(message.data, message.headers, status=message.status)
         return [] if parsed is None else self._assembler.take(parsed)
 
     async def _next_message(self) -> Message:

@@ -106,15 +106,22 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     error: InferbusError | None = None
 
 
-def parse_message(data: bytes, message_headers: Mapping[str, str] | None) -> AnswerMessage | None:
+def parse_message(
+    data: bytes, message_headers: Mapping[str, str] | None, *, status: str = ""
+) -> AnswerMessage | None:
     """The message, or None for one without content, such as the announcement of a retry.
+
+    Args:
+        data: The body.
+        message_headers: The headers.
+        status: The server's, where the message is its own.
 
     Raises:
         InternalError: The body is not of the contract.
     """
     values = message_headers or {}
     if not data:
-        return _end(values)
+        return _end(values, status)
     fields = _fields(data)
     attempt = fields.get("attempt")
     if not isinstance(attempt, int):
@@ -174,8 +181,8 @@ def status_error(status: Status) -> InferbusError | None:
     return InternalError("the request failed, and the message that says why was lost")
 
 
-def _end(values: Mapping[str, str]) -> AnswerMessage | None:
-    if values.get("Status") == _NO_RESPONDERS:
+def _end(values: Mapping[str, str], server_status: str) -> AnswerMessage | None:
+    if server_status == _NO_RESPONDERS:
         problem = NoWorker(
             f"no worker takes requests of this model and kind: none serves them, or all are busy; {HINT}"
         )

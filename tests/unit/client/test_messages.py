@@ -95,7 +95,7 @@ def test_the_end_mark_is_an_empty_body_with_its_headers() -> None:
 
 
 def test_nobody_there_is_an_error_that_nothing_follows() -> None:
-    found = parse_message(b"", {"Status": "503"})
+    found = parse_message(b"", {}, status="503")
     assert isinstance(found, ErrorMessage)
     assert isinstance(found.error, NoWorker)
     assert found.final
