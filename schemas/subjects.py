@@ -273,8 +273,8 @@ class Subjects(msgspec.Struct, frozen=True):
         """A reply subject that a prefill worker may publish to for a decode worker, unchanged.
 
         Raises:
-            InvalidReplySubject: Neither a worker's inbox nor one under `prefixes`, where workers of versions
-                before 0.2 have theirs.
+            InvalidReplySubject: Neither a worker's inbox nor one under `prefixes`, where workers of older
+                versions have theirs.
         """
         if subject.startswith(f"{self.worker_inboxes}.") and PUBLISHABLE.fullmatch(subject):
             return subject

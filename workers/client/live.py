@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 
 import structlog
 
-from inferbus.schemas.errors import InferbusError
+from inferbus.schemas.errors import BusUnavailable, InferbusError
 from inferbus.schemas.subjects import LIVE_OWNER
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.connection.message import NO_RESPONDERS, Callback, Message
@@ -58,8 +58,12 @@ class LiveStream(AnswerStream[C]):
 
         Raises:
             PayloadTooLarge: Over the server's limit; nothing was sent.
+            BusUnavailable: The connection is closed for good.
         """
         try:
+            if self._bus.closed.is_set():
+                why = self._bus.failure or "by its user"
+                raise BusUnavailable(f"the connection to NATS is closed: {why}")
             self._request.send(subject, data, headers)
         except InferbusError:
             self._close()
