@@ -18,6 +18,7 @@ from inferbus.schemas.errors import BusUnavailable, Draining
 from inferbus.schemas.subjects import CLASSES, Subjects
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.connection.message import Message
+from inferbus.workers.bus.durations import nanoseconds
 from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.bus.queue.consumers import job_queue
@@ -107,6 +108,40 @@ async def test_a_long_job_runs_once(streams: Bus, queues: Queues) -> None:
     await delivery.ack()
     assert (await state(streams))["num_redelivered"] == 0
     second.cancel()
+
+
+async def test_a_shortened_ack_wait_is_followed_and_nothing_runs_twice(streams: Bus, queues: Queues) -> None:
+    queue = await queues(ack_wait=60)
+    await submit(streams, "long")
+    delivery = await queue.take()
+    second = asyncio.create_task(queue.take())
+    consumer = (await state(streams))["config"] | {"ack_wait": nanoseconds(ACK_WAIT)}
+    body = {"stream_name": layout.JOBS, "config": consumer, "action": "update"}
+    await JetStream(streams).call(f"CONSUMER.CREATE.{layout.JOBS}.{consumer['durable_name']}", body)
+    await eventually(lambda: queue.heartbeats.ack_wait == ACK_WAIT)
+    redelivered = (await state(streams))["delivered"]["consumer_seq"]
+    done, _ = await asyncio.wait({second}, timeout=3 * ACK_WAIT)
+    assert not done
+    assert (await state(streams))["delivered"]["consumer_seq"] == redelivered
+    assert not delivery.stale
+    await delivery.ack()
+    assert await messages(streams) == 0
+    second.cancel()
+
+
+async def test_a_job_that_is_put_back_comes_again_to_the_same_worker_at_once(
+    streams: Bus, queues: Queues
+) -> None:
+    queue = await queues(ack_wait=60)
+    await submit(streams, "j")
+    for attempt in range(1, 20):
+        waiting = asyncio.create_task(queue.take())
+        first = await waiting
+        again = asyncio.create_task(queue.take())
+        await first.nak(0)
+        second = await again
+        assert (first.attempt, second.attempt) == (2 * attempt - 1, 2 * attempt)
+        await second.nak(0)
 
 
 async def test_a_job_that_nobody_here_takes_goes_back_and_is_another_workers(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime as dt
 import time
 import weakref
@@ -68,7 +69,9 @@ class NatsDelivery:
     def __init__(self, bus: Bus, message: Message, ack: AckSubject, heartbeats: Heartbeats) -> None:
         self._bus = bus
         self._reply = message.reply
+        self._stream = ack.stream
         self._heartbeats = heartbeats
+        self._ending = False
         self._message = Stored(
             subject=message.subject,
             data=message.data,
@@ -103,6 +106,21 @@ class NatsDelivery:
     def forgotten(self) -> bool:
         """See `Delivery`."""
         return self._forgotten
+
+    @property
+    def job(self) -> tuple[str, int]:
+        """The job, by its stream and sequence."""
+        return self._stream, self._message.sequence
+
+    @property
+    def running(self) -> bool:
+        """Whether this delivery's end was not begun, and it is not stale."""
+        return not (self._ending or self.stale)
+
+    def renew(self, reply: str) -> None:
+        """The job was delivered here once more, by this reply subject: goes on, and tells the server."""
+        self._reply = reply
+        self.beat()
 
     def cut_off(self) -> None:
         """The connection is lost: stale, if so recent that a server that was killed may have forgotten it."""
@@ -139,6 +157,8 @@ class NatsDelivery:
 
     async def _end(self, body: bytes, *, tries: int = ACK_TRIES) -> None:
         problem: BusUnavailable | None = None
+        # From here on the server may deliver it again: it was given back.
+        self._ending = True
         try:
             for _ in range(tries):
                 try:
@@ -165,7 +185,7 @@ class Heartbeats:
     heartbeats, and so is delivered again.
 
     Args:
-        ack_wait: Of the consumers, in seconds; the shortest where they differ.
+        ack_wait: Of the consumers, in seconds; the shortest where they differ. See `follow`.
         stalled: Called after this process was stopped for a while.
 
     Attributes:
@@ -176,9 +196,12 @@ class Heartbeats:
     def __init__(self, bus: Bus, ack_wait: float, *, stalled: Callable[[], None] = lambda: None) -> None:
         self._bus = bus
         self.ack_wait = ack_wait
-        self._interval = ack_wait / 3 * 0.9
+        self._changed_wait = asyncio.Event()
         self._stalled = stalled
         self._open: weakref.WeakSet[NatsDelivery] = weakref.WeakSet()
+        self._by_job: weakref.WeakValueDictionary[tuple[str, int], NatsDelivery] = (
+            weakref.WeakValueDictionary()
+        )
         self._task: asyncio.Task[None] | None = None
         self._forget: Callable[[], None] = lambda: None
         self._stopping = False
@@ -199,9 +222,31 @@ class Heartbeats:
         if self._task is not None and not self._open:
             self._task.cancel()
 
+    def follow(self, ack_wait: float) -> None:
+        """The consumers have another ack wait.
+
+        Heartbeats go out before it applies, so that no job is stale whose last one was in time.
+        """
+        if ack_wait == self.ack_wait:
+            return
+        log.info("jobs.ack_wait_changed", seconds=ack_wait, before=self.ack_wait)
+        if self._bus.connected:
+            self._beat()
+        self.ack_wait = ack_wait
+        self._changed_wait.set()
+
+    def again(self, ack: AckSubject, reply: str) -> bool:
+        """Whether a delivery is one more of a job that is open here; the open one goes on with it."""
+        delivery = self._by_job.get((ack.stream, ack.sequence))
+        if delivery is None or not delivery.running:
+            return False
+        delivery.renew(reply)
+        return True
+
     def add(self, delivery: NatsDelivery) -> None:
         """From now on."""
         self._open.add(delivery)
+        self._by_job[delivery.job] = delivery
 
     def discard(self, delivery: NatsDelivery) -> None:
         """No more; harmless when it is not there."""
@@ -222,8 +267,12 @@ class Heartbeats:
 
     async def _go_on(self) -> None:
         while not self._bus.closed.is_set():
-            due = time.monotonic() + self._interval
-            await asyncio.sleep(self._interval)
+            interval = self.ack_wait / 3 * 0.9
+            due = time.monotonic() + interval
+            self._changed_wait.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(interval):
+                    await self._changed_wait.wait()
             now = time.monotonic()
             if now - due > self.ack_wait / 2:
                 # This process was stopped: the ack wait of a job sent meanwhile is over, or will be soon.

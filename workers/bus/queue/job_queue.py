@@ -16,16 +16,20 @@ later than the one that then drops the job, which waits for a whole ack wait. So
 its last jobs are here. One may even come after the server's PONG: a thread of the server may have found the
 listener before, and send afterwards. Such jobs are held here, with heartbeats, for the next taker, and handed
 back if none comes soon.
+
+A job that is open here and is delivered here once more, because a heartbeat was lost or somebody shortened
+the ack wait, is not begun a second time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Final
+from typing import Any, Final
 
 import structlog
 
@@ -33,6 +37,7 @@ from inferbus.schemas.errors import BusUnavailable, Draining, InferbusError
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.bus.connection.subscription import Subscription
+from inferbus.workers.bus.durations import seconds
 from inferbus.workers.bus.errors import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, ApiError
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.bus.queue.delivery import AckSubject, Heartbeats, NatsDelivery
@@ -50,6 +55,9 @@ log = structlog.get_logger()
 IDLE_HEARTBEAT: Final = "100"
 
 _PROBE: Final = "probe"
+
+FOLLOW_INTERVAL: Final = 5.0
+"""Seconds between two looks at the consumers' ack wait, which an operator may change."""
 
 HOLD_BACK: Final = 0.3
 """Seconds for which jobs may be on their way to a subscription that is not needed any more."""
@@ -98,6 +106,7 @@ class JobQueue:
         self._takers: deque[asyncio.Future[NatsDelivery]] = deque()
         self._changed = asyncio.Event()
         self._quiet = asyncio.Event()
+        self._look = asyncio.Event()
         self._paused = False
         self._stopped = False
         self._loop: asyncio.Task[None] | None = None
@@ -107,7 +116,7 @@ class JobQueue:
         self._logged = -LOG_INTERVAL
         self.heartbeats = Heartbeats(bus, ack_wait, stalled=self._changed.set)
         self._reordering = Reordering(
-            bus, classes, ack_wait=ack_wait, active=lambda: self._may_pull, clock=clock
+            bus, classes, heartbeats=self.heartbeats, active=lambda: self._may_pull, clock=clock
         )
         self.troubles = 0
 
@@ -218,6 +227,7 @@ class JobQueue:
     async def _run(self) -> None:
         forget = self._bus.on_change(lambda _: self._changed.set())
         reordering = asyncio.create_task(self._reordering.run(), name="job-order")
+        following = asyncio.create_task(self._follow(), name="job-ack-wait")
         probes: Subscription | None = None
         try:
             while not self._bus.closed.is_set():
@@ -243,11 +253,30 @@ class JobQueue:
         finally:
             self._quiet.set()
             reordering.cancel()
+            following.cancel()
             forget()
             if self._bus.closed.is_set():
                 self._refuse_takers(BusUnavailable("the connection to NATS is closed"))
             if probes is not None:
                 await probes.unsubscribe()
+
+    async def _follow(self) -> None:
+        """Has heartbeats follow the consumers' ack wait: looks now and then, and when a job comes again."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FOLLOW_INTERVAL * random.uniform(0.75, 1.25)):  # noqa: S311
+                    await self._look.wait()
+            self._look.clear()
+            try:
+                infos = [await self._info(each) for each in self._classes.values()]
+            except BusUnavailable as error:
+                log.debug("jobs.ack_wait_unknown", reason=error.message)
+            else:
+                self.heartbeats.follow(min(seconds(each["config"]["ack_wait"]) for each in infos))
+
+    async def _info(self, priority_class: PriorityClass) -> dict[str, Any]:
+        path = f"CONSUMER.INFO.{priority_class.stream}.{priority_class.durable}"
+        return await JetStream(self._bus).call(path, timeout=2.0)
 
     async def _round(self) -> None:
         """Asks every class once without waiting; then waits for whichever has a job first."""
@@ -312,6 +341,10 @@ class JobQueue:
         self._answered()
         priority_class = self._by_consumer.get((ack.stream, ack.consumer))
         self._pulls.delivered(priority_class, group)
+        if self.heartbeats.again(ack, message.reply):
+            log.warning("jobs.delivered_again", sequence=ack.sequence, attempt=ack.attempt)
+            self._look.set()
+            return
         if self._suspect_for > 0:
             log.warning("jobs.too_old", sequence=ack.sequence, attempt=ack.attempt)
             return
@@ -365,7 +398,7 @@ class JobQueue:
         self._failures += 1
         try:
             for each in self._classes.values():
-                await JetStream(self._bus).call(f"CONSUMER.INFO.{each.stream}.{each.durable}", timeout=2.0)
+                await self._info(each)
         except ApiError as error:
             problem = error.message
             if error.err_code in (CONSUMER_NOT_FOUND, STREAM_NOT_FOUND):

@@ -27,7 +27,7 @@ from inferbus.schemas.errors import BusUnavailable
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.bus.jetstream.client import API, JetStream
-from inferbus.workers.bus.queue.delivery import NAK, AckSubject
+from inferbus.workers.bus.queue.delivery import NAK, AckSubject, Heartbeats
 from inferbus.workers.bus.queue.pull_requests import NO_MESSAGES, REQUEST_TIMEOUT, PriorityClass
 from inferbus.workers.bus.queue.turns import Waiting, in_turn, place
 
@@ -120,7 +120,7 @@ class Reordering:
     Args:
         bus: The connection.
         classes: The classes.
-        ack_wait: Of their consumers, in seconds; the shortest where they differ.
+        heartbeats: Of the jobs that are open here.
         active: Whether this worker may pull at the moment.
         clock: Monotonic seconds.
     """
@@ -130,14 +130,14 @@ class Reordering:
         bus: Bus,
         classes: Iterable[PriorityClass],
         *,
-        ack_wait: float,
+        heartbeats: Heartbeats,
         active: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bus = bus
         self._jetstream = JetStream(bus)
         self._queued = {each.job_class: Queued(priority_class=each, rested=clock()) for each in classes}
-        self._ack_wait = ack_wait
+        self._heartbeats = heartbeats
         self._active = active
         self._clock = clock
         self._cost = FIRST_COST
@@ -244,14 +244,19 @@ class Reordering:
 
     async def _reorder(self, queued: Queued, backlog: Backlog) -> None:
         began, reconnects = self._clock(), self._bus.reconnects
+        ack_wait = self._heartbeats.ack_wait
         pulling = Pulling(
-            self._bus, queued.priority_class, until=began + self._ack_wait / 4, clock=self._clock
+            self._bus,
+            queued.priority_class,
+            heartbeats=self._heartbeats,
+            until=began + ack_wait / 4,
+            clock=self._clock,
         )
         self._settled.clear()
         try:
             jobs = in_turn(await pulling.pull(REACH, self._active))
             for start in range(0, len(jobs), SLICE):
-                late = self._clock() - began > self._ack_wait / 2
+                late = self._clock() - began > ack_wait / 2
                 if late or not self._bus.connected or self._bus.reconnects != reconnects:
                     # Another worker may have them soon, and this would take them away from it.
                     log.warning("jobs.not_put_back", count=len(jobs) - start)
@@ -283,6 +288,7 @@ class Pulling:
     Args:
         bus: The connection.
         priority_class: The class.
+        heartbeats: Of the jobs that are open here, which are left out.
         until: No request is sent after this time, by the clock.
         clock: Monotonic seconds.
 
@@ -291,9 +297,16 @@ class Pulling:
     """
 
     def __init__(
-        self, bus: Bus, priority_class: PriorityClass, *, until: float, clock: Callable[[], float]
+        self,
+        bus: Bus,
+        priority_class: PriorityClass,
+        *,
+        heartbeats: Heartbeats,
+        until: float,
+        clock: Callable[[], float],
     ) -> None:
         self._bus = bus
+        self._heartbeats = heartbeats
         self._subject = f"{API}.CONSUMER.MSG.NEXT.{priority_class.stream}.{priority_class.durable}"
         self._until = until
         self._clock = clock
@@ -341,6 +354,8 @@ class Pulling:
         if ack is None:
             self._ended = True
             self.everything = message.status in (NO_MESSAGES, REQUEST_TIMEOUT)
+        elif self._heartbeats.again(ack, message.reply):
+            pass
         elif self._closed:
             # It came late; see `Subscription.unsubscribe`. After a stall it may be another worker's by now.
             if self._clock() < self._until + SILENCE:
