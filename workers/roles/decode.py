@@ -35,6 +35,7 @@ class DecodeProgram:
         bus: Connected.
         settings: Of this worker.
         endpoints: What it serves.
+        model: Its name.
         runner: Makes the attempts.
         cancels: End them.
         live: Takes live requests.
@@ -51,6 +52,7 @@ class DecodeProgram:
         bus: Bus,
         settings: JobSettings,
         endpoints: Sequence[Endpoint],
+        model: str,
         *,
         runner: AttemptRunner,
         cancels: Cancels,
@@ -61,6 +63,7 @@ class DecodeProgram:
     ) -> None:
         self.endpoints = endpoints
         self._bus = bus
+        self._model = model
         self._settings = settings
         self._runner = runner
         self._cancels = cancels
@@ -85,6 +88,8 @@ class DecodeProgram:
         if self._gate is not None:
             await self._gate.update()
             self._watching_gate = asyncio.create_task(self._gate.run())
+        passed = self._settings.subjects.passed(self._model, self._settings.worker, "*")
+        await self._bus.subscribe(passed, self._live.passed_on)
         await self._live.join()
         self._intakes = [asyncio.create_task(self._live.run()), asyncio.create_task(self._jobs.run())]
 

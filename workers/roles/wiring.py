@@ -17,6 +17,7 @@ from inferbus.workers.bus.queue.consumers import job_queue
 from inferbus.workers.bus.queue.job_queue import JobQueue
 from inferbus.workers.config import Settings
 from inferbus.workers.engine.interface import Engine
+from inferbus.workers.jobs.attempt import Envelope
 from inferbus.workers.jobs.cancel import Cancels
 from inferbus.workers.jobs.delivery import Deliveries
 from inferbus.workers.jobs.listeners import Listeners
@@ -34,6 +35,7 @@ from inferbus.workers.roles.budget import paired_window
 from inferbus.workers.roles.decode import DecodeProgram
 from inferbus.workers.roles.handoff_transport import BusHandoffTransport
 from inferbus.workers.roles.intake import JobIntake, LiveIntake, Tasks
+from inferbus.workers.roles.peers import Peers
 from inferbus.workers.roles.prefill import PrefillProgram
 from inferbus.workers.roles.prefill_gate import PrefillGate
 from inferbus.workers.roles.program import Program
@@ -83,7 +85,8 @@ async def program(
         return prefill(bus, engine, admission, job_settings(settings, bus.subjects), observer)
     queue = await job_queue(bus, engine.info.model, settings.worker)
     prefills = registry if role == "decode" else None
-    program = decode(bus, engine, prefills, queue, admission, settings, observer)
+    peers = Peers(registry.workers)
+    program = decode(bus, engine, prefills, queue, admission, settings, observer, peers)
     program.storage.on_change(lambda: registry.note(program.storage.full))
     return program
 
@@ -113,6 +116,7 @@ def decode(
     admission: Admission,
     settings: Settings,
     observer: Observer,
+    peers: Peers,
 ) -> DecodeProgram:
     """The decode program, and `both`.
 
@@ -124,6 +128,7 @@ def decode(
         admission: Bounds what it takes.
         settings: Of this worker.
         observer: Told what ends here.
+        peers: The workers of the model.
     """
     ours, worker = job_settings(settings, bus.subjects), settings.worker
     served = endpoints.of_decode(bus.subjects, engine.info.model, worker)
@@ -133,20 +138,27 @@ def decode(
     run, gate = _legs(bus, engine, registry, queue, admission, settings)
     broker = JetStream(bus)
     listeners = Listeners(lambda gone: bus.probe_inbox(gone).subject, every=worker.client_gone_every)
-    runner = AttemptRunner(broker, Answering(engine, run), ours, listeners=listeners, observer=observers)
+    answering = Answering(engine, run, peers)
+    runner = AttemptRunner(broker, answering, ours, listeners=listeners, observer=observers)
     cancels = Cancels(broker, runner.scopes, bus.subjects)
     deliveries = Deliveries(broker, runner, cancels, ours, observer=observers)
 
     async def join(callback: Callback) -> Subscription:
         return await bus.subscribe(served[0].subject, callback, queue=served[0].queue)
 
+    def pass_on(envelope: Envelope, worker: str) -> None:
+        attempt = envelope.attempt
+        subject = bus.subjects.passed(attempt.model, worker, attempt.kind)
+        bus.send(subject, envelope.body, envelope.headers, reply=attempt.reply)
+
     return DecodeProgram(
         bus,
         ours,
         served,
+        engine.info.model,
         runner=runner,
         cancels=cancels,
-        live=LiveIntake(join, runner, tasks, admission, ours),
+        live=LiveIntake(join, runner, tasks, admission, ours, pass_on=pass_on),
         jobs=JobIntake(queue, deliveries, tasks, admission, ours),
         tasks=tasks,
         gate=gate,
