@@ -23,6 +23,7 @@
     │   ├── Draining                 draining
     │   ├── LeaseLost                lease_lost
     │   ├── NoWorker                 no_worker
+    │   ├── Misdirected              misdirected
     │   └── BusUnavailable           bus_unavailable
     └── WorkerError          this worker's; retried elsewhere, dead-lettered after the last attempt
         ├── EngineFailed             engine_failed
@@ -118,9 +119,19 @@ class InvalidRequest(CallerError):
 
 
 class ContextLengthExceeded(CallerError):
-    """Prompt and requested tokens do not fit the model's context, or an engine's KV cache."""
+    """Prompt and requested tokens do not fit the model's context, or an engine's KV cache.
+
+    Attributes:
+        prompt: Tokens of the prompt; 0 where they are not known.
+        total: Tokens of the prompt and of the answer that was asked for.
+    """
 
     code = "context_length_exceeded"
+
+    def __init__(self, message: str, *, param: str | None = None, prompt: int = 0, total: int = 0) -> None:
+        super().__init__(message, param=param)
+        self.prompt = prompt
+        self.total = total
 
 
 class PayloadTooLarge(CallerError):
@@ -218,6 +229,20 @@ class NoWorker(InfrastructureError):
     """Nobody serves this model and kind at the moment."""
 
     code = "no_worker"
+
+
+class Misdirected(InfrastructureError):
+    """This worker cannot serve the request, another worker of the model can.
+
+    Attributes:
+        to: The other worker; empty where the error was read from an answer.
+    """
+
+    code = "misdirected"
+
+    def __init__(self, message: str, *, param: str | None = None, to: str = "") -> None:
+        super().__init__(message, param=param)
+        self.to = to
 
 
 class BusUnavailable(InfrastructureError):

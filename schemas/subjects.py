@@ -119,6 +119,10 @@ class Subjects(msgspec.Struct, frozen=True):
         """Filter: all live requests of one model."""
         return f"{self.prefix}.request.{escape(model)}.*"
 
+    def passed(self, model: str, worker: str, kind: str) -> str:
+        """A live request that another worker passed on to this one; or a filter, by `*` for the kind."""
+        return f"{self.prefix}.passed.{escape(model)}.{escape(worker)}.{kind if kind == '*' else _kind(kind)}"
+
     def job(self, model: str, job_class: JobClass, owner: str, kind: Kind) -> str:
         """A durable job."""
         return f"{self.prefix}.jobs.{escape(model)}.{_class(job_class)}.{_owner(owner)}.{_kind(kind)}"
@@ -202,6 +206,15 @@ class Subjects(msgspec.Struct, frozen=True):
         """
         model, kind = self._tokens(subject, "request", 2)
         return RequestAddress(unescape(model), _parsed_kind(kind, any_kind))
+
+    def parse_passed(self, subject: str) -> RequestAddress:
+        """The address in the subject of a live request that was passed on.
+
+        Raises:
+            InvalidSubject: Not such a subject.
+        """
+        model, _, kind = self._tokens(subject, "passed", 3)
+        return RequestAddress(unescape(model), _kind(kind))
 
     def parse_job(self, subject: str, *, any_kind: bool = False) -> JobAddress:
         """The address in a durable job's subject.

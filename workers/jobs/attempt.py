@@ -45,6 +45,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
         content_type: Of request and answer.
         deadline: When it expires.
         bundled: Whether it is one of several requests in one job; no chunks are sent of it.
+        passed: Whether another worker passed it on; it is not passed on again.
     """
 
     job: str
@@ -59,6 +60,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     content_type: str = codec.JSON
     deadline: dt.datetime | None = None
     bundled: bool = False
+    passed: bool = False
 
     @property
     def key(self) -> JobKey:
@@ -138,7 +140,13 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def live(
-    message: Stored, *, reply: str, fallback_id: str, subjects: Subjects, replies: tuple[str, ...]
+    message: Stored,
+    *,
+    reply: str,
+    fallback_id: str,
+    subjects: Subjects,
+    replies: tuple[str, ...],
+    passed: bool = False,
 ) -> Envelope:
     """A live request.
 
@@ -148,12 +156,14 @@ def live(
         fallback_id: The job's id where the caller chose none.
         subjects: Of this bus.
         replies: Prefixes of reply subjects that callers may name.
+        passed: Whether another worker passed it on.
 
     Raises:
         InvalidSubject: Of another family.
         InvalidReplySubject: The worker must not publish there; no answer can be sent.
     """
-    address = subjects.parse_request(message.subject, any_kind=True)
+    subject = message.subject
+    address = subjects.parse_passed(subject) if passed else subjects.parse_request(subject, any_kind=True)
     attempt = Attempt(
         job=_usable_id(message.headers) or fallback_id,
         owner=LIVE_OWNER,
@@ -165,6 +175,7 @@ def live(
         arrived=message.time,
         reply=subjects.check_reply(reply, owner=LIVE_OWNER, prefixes=replies),
         content_type=_readable_type(message.headers),
+        passed=passed,
     )
     return Envelope(
         attempt=attempt, body=message.data, headers=message.headers, subjects=subjects, replies=replies

@@ -9,6 +9,7 @@
     caller's fault, cancelled, expired → the same, with the error as the result
     taken over → leave it to its new owner
     draining   → handed back at once
+    misdirected → handed back after a short delay, for another worker that can serve it
     failed     → tried again after a growing delay; after the last attempt: dead letter → result → terminated
 
 The final result is stored before the job is acknowledged, and only if no
@@ -39,6 +40,7 @@ from inferbus.schemas.errors import (
     InternalError,
     InvalidRequest,
     LeaseLost,
+    Misdirected,
     NotSupported,
     PayloadTooLarge,
 )
@@ -67,7 +69,8 @@ from inferbus.workers.jobs.storage import Storage
 log = structlog.get_logger()
 
 DEFERRED: Final = 5.0
-"""Seconds after which a job that found the quarantine occupied comes again, here or elsewhere."""
+"""Seconds after which a job that found the quarantine occupied comes again, here or elsewhere. A job for
+another worker waits no longer either: it may come here several times."""
 
 EVENTS: Final[dict[Settlement, tuple[int, str]]] = {
     "finished": (logging.INFO, "job.finished"),
@@ -308,6 +311,10 @@ class HeldJob:
             outcome.reply.retrying(error)
             await self._delivery.nak(0.0)
             self.settled("handed_back", error)
+        elif isinstance(error, Misdirected):
+            # Readers are told nothing: nothing has begun.
+            await self._delivery.nak(min(policy.delay(self._delivery.attempt), DEFERRED))
+            self.settled("handed_back", error, reason=error.message)
         elif policy.last(self._begun + 1):
             await self._bury(result, outcome, error)
         else:
@@ -381,7 +388,7 @@ class HeldJob:
         """An attempt that was ended for no fault of the job does not count."""
         if self._delivery.stale or isinstance(outcome.error, LeaseLost):
             self._parts.beginnings.uncount_later(self.attempt, self._begun)
-        elif isinstance(outcome.error, Draining):
+        elif isinstance(outcome.error, Draining | Misdirected):
             await self._parts.beginnings.uncount(self.attempt, self._begun)
 
     async def _ends_before_the_engine(self) -> bool:

@@ -37,6 +37,7 @@ class DecodeProgram:
         bus: Connected.
         settings: Of this worker.
         endpoints: What it serves.
+        model: Its name.
         runner: Makes the attempts.
         cancels: End them.
         live: Takes live requests.
@@ -53,6 +54,7 @@ class DecodeProgram:
         bus: Bus,
         settings: JobSettings,
         endpoints: Sequence[Endpoint],
+        model: str,
         *,
         runner: AttemptRunner,
         cancels: Cancels,
@@ -63,6 +65,7 @@ class DecodeProgram:
     ) -> None:
         self.endpoints = endpoints
         self._bus = bus
+        self._model = model
         self._settings = settings
         self._runner = runner
         self._cancels = cancels
@@ -89,6 +92,8 @@ class DecodeProgram:
             await self._gate.update()
             self._watching_gate = asyncio.create_task(self._gate.run())
         await self._bus.subscribe(self._settings.subjects.all("read"), self._reads.asked, queue=READERS)
+        passed = self._settings.subjects.passed(self._model, self._settings.worker, "*")
+        await self._bus.subscribe(passed, self._live.passed_on)
         await self._live.join()
         self._intakes = [asyncio.create_task(self._live.run()), asyncio.create_task(self._jobs.run())]
 

@@ -18,6 +18,7 @@ from inferbus.schemas.errors import (
     Draining,
     InternalError,
     InvalidSubject,
+    Misdirected,
     Overloaded,
     PayloadTooLarge,
 )
@@ -80,6 +81,7 @@ class LiveIntake:
         tasks: Keeps what runs.
         admission: Bounds what is taken.
         settings: Of the worker.
+        pass_on: Sends a request to another worker, which is named.
         now: Wall clock, aware.
     """
 
@@ -91,6 +93,7 @@ class LiveIntake:
         admission: Admission,
         settings: JobSettings,
         *,
+        pass_on: Callable[[Envelope, str], None] = lambda envelope, worker: None,
         now: Callable[[], dt.datetime] = lambda: dt.datetime.now(dt.UTC),
     ) -> None:
         self._subscribe = subscribe
@@ -98,6 +101,7 @@ class LiveIntake:
         self._tasks = tasks
         self._admission = admission
         self._settings = settings
+        self._pass_on = pass_on
         self._now = now
         self._changed = asyncio.Event()
         admission.on_change(self._changed.set)
@@ -136,7 +140,11 @@ class LiveIntake:
         if joined is not None:
             await joined.unsubscribe()
 
-    def _received(self, message: Message) -> None:
+    def passed_on(self, message: Message) -> None:
+        """A request that another worker passed on to this one; a full worker refuses it."""
+        self._received(message, passed=True)
+
+    def _received(self, message: Message, *, passed: bool = False) -> None:
         if message.forwarded:
             log.warning("request.forwarded", subject=message.subject)
             return
@@ -154,6 +162,7 @@ class LiveIntake:
                 fallback_id=secrets.token_hex(16),
                 subjects=self._settings.subjects,
                 replies=self._settings.replies,
+                passed=passed,
             )
         except CallerError as error:
             log.warning("request.unanswerable", subject=message.subject, code=error.code)
@@ -174,6 +183,10 @@ class LiveIntake:
         with permit:
             try:
                 outcome = await self._runner.run(envelope, scope, permit=permit)
+                if isinstance(outcome.error, Misdirected) and outcome.error.to:
+                    self._pass_on(envelope, outcome.error.to)
+                    log.info("request.passed_on", to=outcome.error.to, **facts(outcome.attempt))
+                    return
                 outcome = self._answered(outcome)
                 log.info(
                     "request.finished", status=outcome.status, code=outcome.code, **facts(outcome.attempt)

@@ -20,6 +20,7 @@ from inferbus.workers.bus.queue.consumers import job_queue
 from inferbus.workers.bus.queue.job_queue import JobQueue
 from inferbus.workers.config import Settings
 from inferbus.workers.engine.interface import Engine
+from inferbus.workers.jobs.attempt import Envelope
 from inferbus.workers.jobs.cancel import Cancels
 from inferbus.workers.jobs.delivery import Deliveries
 from inferbus.workers.jobs.listeners import Listeners
@@ -37,6 +38,7 @@ from inferbus.workers.roles.budget import paired_window
 from inferbus.workers.roles.decode import DecodeProgram
 from inferbus.workers.roles.handoff_transport import BusHandoffTransport
 from inferbus.workers.roles.intake import JobIntake, LiveIntake, Tasks
+from inferbus.workers.roles.peers import Peers
 from inferbus.workers.roles.prefill import PrefillProgram
 from inferbus.workers.roles.prefill_gate import PrefillGate
 from inferbus.workers.roles.program import Program
@@ -88,7 +90,8 @@ async def program(
         return prefill(bus, engine, admission, job_settings(settings, bus.subjects), observer)
     queue = await job_queue(bus, engine.info.model, settings.worker)
     prefills = registry if role == "decode" else None
-    program = decode(bus, engine, prefills, queue, admission, settings, observer, clock)
+    peers = Peers(registry.workers)
+    program = decode(bus, engine, prefills, queue, admission, settings, observer, clock, peers)
     program.storage.on_change(lambda: registry.note(program.storage.full))
     return program
 
@@ -119,6 +122,7 @@ def decode(
     settings: Settings,
     observer: Observer,
     clock: ServerClock,
+    peers: Peers,
 ) -> DecodeProgram:
     """The decode program, and `both`.
 
@@ -131,6 +135,7 @@ def decode(
         settings: Of this worker.
         observer: Told what ends here.
         clock: By which requests expire.
+        peers: The workers of the model.
     """
     ours, worker = job_settings(settings, bus.subjects), settings.worker
     served = endpoints.of_decode(bus.subjects, engine.info.model, worker)
@@ -140,22 +145,27 @@ def decode(
     run, gate = _legs(bus, engine, registry, queue, admission, settings)
     broker = JetStream(bus)
     listeners = Listeners(lambda gone: _probe(bus, gone), every=worker.client_gone_every)
-    runner = AttemptRunner(
-        broker, Answering(engine, run), ours, listeners=listeners, observer=observers, now=clock.now
-    )
+    answering = Answering(engine, run, peers)
+    runner = AttemptRunner(broker, answering, ours, listeners=listeners, observer=observers, now=clock.now)
     cancels = Cancels(broker, runner.scopes, bus.subjects)
     deliveries = Deliveries(broker, runner, cancels, ours, observer=observers, objects=Objects(bus))
 
     async def join(callback: Callback) -> Subscription:
         return await bus.subscribe(served[0].subject, callback, queue=served[0].queue)
 
+    def pass_on(envelope: Envelope, worker: str) -> None:
+        attempt = envelope.attempt
+        subject = bus.subjects.passed(attempt.model, worker, attempt.kind)
+        bus.send(subject, envelope.body, envelope.headers, reply=attempt.reply)
+
     return DecodeProgram(
         bus,
         ours,
         served,
+        engine.info.model,
         runner=runner,
         cancels=cancels,
-        live=LiveIntake(join, runner, tasks, admission, ours, now=clock.now),
+        live=LiveIntake(join, runner, tasks, admission, ours, now=clock.now, pass_on=pass_on),
         jobs=JobIntake(queue, deliveries, tasks, admission, ours),
         tasks=tasks,
         gate=gate,

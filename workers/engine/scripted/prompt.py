@@ -125,7 +125,9 @@ def prepare(request: AnyRequest, info: EngineInfo, tokenizer: ByteTokenizer) -> 
     wanted = len(token_ids) + (request.sampling.max_new_tokens or 1)
     if wanted > info.capacity.context_length:
         raise ContextLengthExceeded(
-            f"prompt and max_tokens come to {wanted} tokens, the context has {info.capacity.context_length}"
+            f"prompt and max_tokens come to {wanted} tokens, the context has {info.capacity.context_length}",
+            prompt=len(token_ids),
+            total=wanted,
         )
     return Checked(token_ids, echo)
 

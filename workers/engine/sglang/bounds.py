@@ -73,13 +73,18 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
         wanted = request.sampling.max_new_tokens
         if prompt > self.longest_prompt:
             raise ContextLengthExceeded(
-                f"the prompt has {prompt} tokens; at most {self.longest_prompt} fit this worker", param=param
+                f"the prompt has {prompt} tokens; at most {self.longest_prompt} fit this worker",
+                param=param,
+                prompt=prompt,
+                total=prompt + (wanted or 1),
             )
         if wanted is not None and prompt + wanted > self.context_length:
             raise ContextLengthExceeded(
                 f"the prompt's {prompt} tokens and max_tokens {wanted} do not fit the context of "
                 f"{self.context_length} tokens",
                 param="max_tokens",
+                prompt=prompt,
+                total=prompt + wanted,
             )
         room = self.longest_total - prompt
         if wanted is None:
