@@ -87,7 +87,7 @@ PUBLIC = (
     "ChatRequest CompletionRequest ContextLengthExceeded Continuation DeadlineExceeded Draining "
     "Ended EngineFailed ErrorAnswer ErrorBody FinishReason InferbusError InfrastructureError "
     "InternalError InvalidReplySubject InvalidRequest InvalidSubject JobAddress JobClass JobKey Kind "
-    "LeaseLost Load ModelNotFound NoWorker NotSupported Overloaded PayloadTooLarge PrefillFailed "
+    "LeaseLost Load Misdirected ModelNotFound NoWorker NotSupported Overloaded PayloadTooLarge PrefillFailed "
     "PrefillUnavailable PromptTokensDetails Request RequestAddress Retrying Role Sampling Signature "
     "State Status StreamOptions Subjects TextAnswer TextChunk TokenAnswer TokenChoice TokenChunk "
     "TokenLogprobs TokenRequest TopLogprob TransferFailed UndecodableBody UnsupportedContentType "
