@@ -115,6 +115,11 @@ class Serving:
         self.completion = OpenAIServingCompletion(stand_in, engine.template_manager)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="inferbus-conversion")
         self._trusts_templates = bool(getattr(engine.server_args, "trust_request_chat_template", False))
+        if self.has_chat_template and not self.chat.tool_call_parser:
+            log.warning(
+                "tool_calls.not_parsed",
+                reason="tool calls come as plain text: no --tool-call-parser; see SGLang's list of them",
+            )
 
     @property
     def has_chat_template(self) -> bool:
