@@ -301,3 +301,21 @@ async def left_behind(client: Client) -> list[str]:
     with contextlib.suppress(AssertionError):
         await eventually(empty, within=5)
     return found
+
+
+async def test_a_line_and_an_answer_over_the_payload_limit_are_lines_like_others(
+    workers: Fleet, client: Client, tmp_path: Path
+) -> None:
+    await workers.start(
+        "both", "context_length = 900000\nburst = 4096\n[[rules]]\nlength = 200000\n", slots=8
+    )
+    large = {3: {"token_ids": [32_000] * 400_000}, 5: {"max_tokens": 200_000}}
+    lines = [line(n) for n in range(1, 9)]
+    for number, change in large.items():
+        lines[number - 1]["body"] |= change
+    source = write(tmp_path / "in.jsonl", lines)
+    record = await run(client, await begin(client, source, Options()))
+    assert (record.status, record.counts.succeeded) == ("completed", 8)
+    answers = {each["custom_id"]: each["response"]["body"] for each in read(tmp_path / "in.output.jsonl")}
+    assert answers["line-3"]["usage"]["prompt_tokens"] == 400_000
+    assert len(answers["line-5"]["choices"][0]["token_ids"]) == 200_000

@@ -43,13 +43,21 @@ class Fleet:
     """
 
     def __init__(
-        self, server: NatsServer, bus: Bus, roster: Roster, directory: Path, children: Children
+        self,
+        server: NatsServer,
+        bus: Bus,
+        roster: Roster,
+        directory: Path,
+        children: Children,
+        *,
+        prefix: str = "w",
     ) -> None:
         self.bus = bus
         self.roster = roster
         self._server = server
         self._directory = directory
         self._children = children
+        self._prefix = prefix
         self._count = 0
 
     async def start(
@@ -65,7 +73,7 @@ class Fleet:
         """
         tomllib.loads(script)
         self._count += 1
-        name = f"w{self._count}"
+        name = f"{self._prefix}{self._count}"
         path = self._directory / f"{name}.toml"
         path.write_text(script)
         child = await self.spawn(name, [sys.executable, "-c", _MAIN, role, str(path)], **settings)
@@ -118,7 +126,9 @@ async def fleet(server: NatsServer, directory: Path, *, model: str = MODEL) -> A
     try:
         await provision(bus, StreamSettings(), model=model)
         async with Children(grace=5) as children, Roster(bus, model) as roster:
-            yield Fleet(server, bus, roster, directory, children)
+            # Fleets of several models share a server, and no two workers have one id.
+            prefix = "w" if model == MODEL else f"{model}-w"
+            yield Fleet(server, bus, roster, directory, children, prefix=prefix)
     finally:
         await bus.close()
 
