@@ -255,7 +255,11 @@ async def test_of_prompts_that_come_at_once_the_first_are_converted_first_and_a_
         return SimpleNamespace(input_ids=[1]), asked
 
     handler = SimpleNamespace(
-        _validate_request=lambda asked: None, _convert_to_internal_request=convert, chat_encoding_spec=None
+        _validate_request=lambda asked: None,
+        _convert_to_internal_request=convert,
+        chat_encoding_spec=None,
+        tool_call_parser="qwen25",
+        template_manager=SimpleNamespace(chat_template_name=None),
     )
 
     class Handlers:
@@ -269,7 +273,7 @@ async def test_of_prompts_that_come_at_once_the_first_are_converted_first_and_a_
     ):
         stand_in = SimpleNamespace(**{kind: lambda *_, **fields: SimpleNamespace(**fields)})
         monkeypatch.setitem(sys.modules, f"sglang.srt.entrypoints.openai.{name}", stand_in)
-    manager = SimpleNamespace(serving_chat_class=Handlers, served_model_name="m")
+    manager = SimpleNamespace(tokenizer=None, serving_chat_class=Handlers, served_model_name="m")
     serving = Serving(SimpleNamespace(tokenizer_manager=manager, template_manager=None, server_args=None))
 
     names = [str(number) for number in range(50)]
