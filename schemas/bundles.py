@@ -53,12 +53,13 @@ class BundleAnswer(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
 
     Attributes:
         job: The job's id.
-        attempt: From 1; only the first one runs anything.
+        attempt: From 1; it counts deliveries that were put back, too.
         answers: Of the requests that were answered, in the order in which they were.
         errors: Of those that ended in an error of their caller's, were cancelled, or passed their deadline.
         unstarted: Requests that were not begun, and can be sent in a bundle again. Those that are in none of
             the three failed, or their worker ended: each is to be sent as a job of its own, which has the
             attempts and the quarantine that the delivery contract gives it.
+        died: Whether a worker ended while it ran the bundle; nothing was run again then.
     """
 
     job: str
@@ -66,3 +67,4 @@ class BundleAnswer(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
     answers: list[ItemAnswer]
     errors: list[ItemError] = []
     unstarted: list[int] = []
+    died: bool = False

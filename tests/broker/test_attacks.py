@@ -1,6 +1,6 @@
 """What each user of deploy/nats/users.conf can do to others, row by row of the table in SECURITY.md.
 
-The victim is the owner `victim`; the attacker is the client `acme`, who may do whatever that user may.
+The victim is the owner `globex`; the attacker is the client `acme`, who may do whatever that user may.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import nats
@@ -23,13 +22,14 @@ from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.bus.jetstream.provision import provision
 from inferbus.workers.client import Client
 from inferbus.workers.client.operator import Operator
-from inferbus.workers.config import BusSettings, StreamSettings
+from inferbus.workers.config import StreamSettings
 from inferbus.workers.stack.processes import Children
 from inferbus.workers.stack.server import NatsServer
 from tests.support.eventually import eventually
 from tests.support.fleet import MODEL, Fleet
+from tests.support.users import OWNERS, WORKER, configuration, login
 
-CONFIGURATION = Path(__file__).parents[2] / "deploy" / "nats" / "users.conf"
+VICTIM = OWNERS[1]
 SCRIPT = "[[rules]]\nuser = 'slow'\nlength = 100\ndelay = 0.02\n"
 QUICK = {"token_ids": [5], "max_tokens": 3}
 SLOW = {"token_ids": [5], "user": "slow"}
@@ -45,18 +45,9 @@ class Lab:
         self.bus = bus
         self.jetstream = JetStream(bus)
 
-    def login(self, user: str) -> BusSettings:
-        return BusSettings(
-            urls=(self.server.url,),
-            user=user,
-            password=user,
-            inbox_prefix=f"_INBOX_{user}",
-            connect_timeout=2.0,
-        )
-
     @asynccontextmanager
     async def victim(self) -> AsyncIterator[Client]:
-        async with Client.connect(self.login("victim"), owner="victim") as client:
+        async with Client.connect(login(self.server, VICTIM), owner=VICTIM) as client:
             yield client
 
     @asynccontextmanager
@@ -110,48 +101,31 @@ class Actor:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
     directory = tmp_path_factory.mktemp("attacks")
-    text = CONFIGURATION.read_text().replace('include "nats.conf"', "")
-    acme = text[text.index("FOR_ACME: {") : text.index("# Reads, cancels")]
-    text = acme.replace("FOR_ACME", "FOR_VICTIM").replace("acme", "victim") + text
-    login = "{user: acme, password: $ACME_PASSWORD, permissions: $FOR_ACME}"
-    text = text.replace(login, f"{login}\n    {{user: victim, password: victim, permissions: $FOR_VICTIM}}")
-    text = text.replace(
-        '"_INBOX_acme.>", "_INBOX_operator.>"', '"_INBOX_acme.>", "_INBOX_victim.>", "_INBOX_operator.>"'
-    )
-    for user in ("worker", "acme", "operator"):
-        text = text.replace(f"${user.upper()}_PASSWORD", user)
     async with (
-        NatsServer(directory / "nats", sync_interval=None, extra=text) as server,
+        NatsServer(directory / "nats", sync_interval=None, extra=configuration()) as server,
         AsyncExitStack() as stack,
     ):
-        settings = BusSettings(
-            urls=(server.url,), user="worker", password="worker", inbox_prefix="infer.inbox"
-        )
-        bus = await Bus.connect(settings, name="test fleet")
+        bus = await Bus.connect(login(server, "root"), name="test fleet")
         stack.push_async_callback(bus.close)
         await provision(bus, StreamSettings())
         roster = await stack.enter_async_context(Roster(bus, MODEL))
         children = await stack.enter_async_context(Children(grace=5))
-        options: dict[str, Any] = {
-            "nats_user": "worker",
-            "nats_password": "worker",
-            "reply_prefix": "_INBOX_acme.,_INBOX_victim.,_INBOX_operator.",
-        }
-        await Fleet(server, bus, roster, directory, children).start("both", SCRIPT, **options)
+        await Fleet(server, bus, roster, directory, children).start("both", SCRIPT, **WORKER)
         yield Lab(server, bus)
 
 
 READS = (
-    "infer.stream.victim.*",
-    "infer.results.victim.*",
+    "infer.stream.globex.*",
+    "infer.results.globex.*",
     "infer.request.>",
     "infer.jobs.>",
     "infer.cancel.>",
     "infer.alive.>",
     "infer.read.>",
     "infer.prefill.>",
+    "infer.passed.>",
     "infer.in.>",
-    "_INBOX_victim.>",
+    "_INBOX_globex.>",
     "_INBOX.>",
     "infer.inbox.>",
     "$KV.>",
@@ -169,6 +143,8 @@ async def test_a_client_hears_nothing_that_is_not_its_own(lab: Lab, subject: str
 
 WRITES = (
     f"infer.prefill.{MODEL}.w1",
+    f"infer.passed.{MODEL}.w1.tokens",
+    "infer.worker.w1.x",
     f"$JS.ACK.INFER_JOBS.{MODEL}-batch.1.2.2.1700000000000000000.0",
     "$JS.API.STREAM.DELETE.INFER_JOBS",
     "$JS.API.STREAM.PURGE.INFER_JOBS",
@@ -177,24 +153,24 @@ WRITES = (
     f"$JS.API.CONSUMER.MSG.NEXT.INFER_JOBS.{MODEL}-batch",
     "$JS.API.CONSUMER.CREATE.INFER_STREAM.spy",
     "$KV.INFER_WORKERS.scripted.w1",
-    "infer.in.key.results.victim.run",
-    "infer.results.victim.run",
-    "infer.stream.victim.run",
-    "infer.attempts.victim.run.1",
-    "infer.cancel.victim.run",
-    "infer.alive.victim.run",
-    "infer.read.victim.run",
-    "infer.objects.victim.x.0",
-    f"infer.jobs.{MODEL}.batch.victim.tokens",
+    "infer.in.key.results.globex.run",
+    "infer.results.globex.run",
+    "infer.stream.globex.run",
+    "infer.attempts.globex.run.1",
+    "infer.cancel.globex.run",
+    "infer.alive.globex.run",
+    "infer.read.globex.run",
+    "infer.objects.globex.x.0",
+    f"infer.jobs.{MODEL}.batch.globex.tokens",
     f"infer.dead.{MODEL}.tokens",
-    "_INBOX_victim.live1",
+    "_INBOX_globex.live1",
     "infer.inbox.x",
     "$SRV.PING",
     "$JS.API.STREAM.MSG.GET.INFER_RESULTS",
     "$JS.API.DIRECT.GET.INFER_RESULTS",
     "$JS.API.DIRECT.GET.INFER_STREAM",
     "$JS.API.DIRECT.GET.INFER_JOBS",
-    "$JS.API.DIRECT.GET.INFER_RESULTS.infer.results.victim.done",
+    "$JS.API.DIRECT.GET.INFER_RESULTS.infer.results.globex.done",
 )
 
 
@@ -206,7 +182,7 @@ async def test_a_client_publishes_to_nothing_that_is_not_its_own(lab: Lab, subje
 
 async def test_an_operator_does_not_write_what_only_workers_write(lab: Lab) -> None:
     async with lab.actor("operator") as actor:
-        for subject in ("infer.results.victim.x", "infer.in.key.results.victim.x", "$KV.INFER_WORKERS.a.b"):
+        for subject in ("infer.results.globex.x", "infer.in.key.results.globex.x", "$KV.INFER_WORKERS.a.b"):
             assert not await actor.may_publish(subject)
         assert not await actor.may_publish("$JS.API.STREAM.DELETE.INFER_JOBS")
 
@@ -216,16 +192,16 @@ async def test_an_acknowledgement_does_not_cancel_a_running_job(lab: Lab) -> Non
         job = await victim.submit("tokens", MODEL, SLOW)
         reader = aiter(victim.stream(job))
         await anext(reader)
-        await attacker.has_acknowledged_to(f"infer.cancel.victim.{job.id}")
-        await attacker.connection.publish("infer.cancel.acme.x", b"", reply=f"infer.cancel.victim.{job.id}")
+        await attacker.has_acknowledged_to(f"infer.cancel.globex.{job.id}")
+        await attacker.connection.publish("infer.cancel.acme.x", b"", reply=f"infer.cancel.globex.{job.id}")
         result = await victim.result(job, timeout=20)
     assert result.status == "ok"
 
 
 async def test_an_acknowledgement_does_not_cancel_a_queued_job(lab: Lab) -> None:
     async with lab.victim() as victim, lab.actor("acme") as attacker:
-        await attacker.has_acknowledged_to("infer.cancel.victim.later")
-        await eventually(lambda: _stored(lab, layout.CANCEL, "infer.cancel.victim.later"))
+        await attacker.has_acknowledged_to("infer.cancel.globex.later")
+        await eventually(lambda: _stored(lab, layout.CANCEL, "infer.cancel.globex.later"))
         job = await victim.submit("tokens", MODEL, QUICK, job_id="later")
         assert (await victim.result(job, timeout=20)).status == "ok"
 
@@ -240,10 +216,10 @@ async def test_an_acknowledgement_is_no_result(lab: Lab) -> None:
         done = await victim.submit("tokens", MODEL, QUICK)
         before = await victim.result(done, timeout=20)
         for job in (running, done):
-            await attacker.has_acknowledged_to(f"infer.results.victim.{job.id}")
+            await attacker.has_acknowledged_to(f"infer.results.globex.{job.id}")
         assert await victim.result(done, timeout=20) == before
         assert (await victim.result(running, timeout=20)).status == "ok"
-        found = await lab.jetstream.read(layout.RESULTS, "infer.results.victim.*")
+        found = await lab.jetstream.read(layout.RESULTS, "infer.results.globex.*")
     assert all(b'"stream"' not in each.data for each in found)
 
 
@@ -254,7 +230,7 @@ async def test_an_acknowledgement_does_not_end_a_reader(lab: Lab) -> None:
         async for chunk in victim.stream(job):
             tokens += chunk.token_ids  # type: ignore[union-attr]
             if len(tokens) in (10, 50):
-                await attacker.has_acknowledged_to(f"infer.stream.victim.{job.id}")
+                await attacker.has_acknowledged_to(f"infer.stream.globex.{job.id}")
         again = [t async for chunk in victim.stream(job) for t in chunk.token_ids]  # type: ignore[union-attr]
     assert len(tokens) == 100
     assert again == tokens
@@ -263,14 +239,14 @@ async def test_an_acknowledgement_does_not_end_a_reader(lab: Lab) -> None:
 async def test_a_result_of_ones_own_is_not_taken_for_anothers(lab: Lab) -> None:
     """The server sends what a direct get asks for to any reply subject."""
     async with lab.victim() as victim, lab.actor("acme") as attacker:
-        async with Client.connect(lab.login("acme"), owner="acme") as client:
+        async with Client.connect(login(lab.server, "acme"), owner="acme") as client:
             own = await client.submit("tokens", MODEL, {"token_ids": [666], "max_tokens": 3}, job_id="same")
             await client.result(own, timeout=20)
         job = await victim.submit("tokens", MODEL, SLOW, job_id="same")
         for family in ("results", "stream", "cancel"):
             await attacker.may_publish(
                 "$JS.API.DIRECT.GET.INFER_RESULTS.infer.results.acme.same",
-                reply=f"infer.{family}.victim.same",
+                reply=f"infer.{family}.globex.same",
             )
         result = await victim.result(job, timeout=20)
         tokens = [t async for chunk in victim.stream(job) for t in chunk.token_ids]  # type: ignore[union-attr]
@@ -283,14 +259,14 @@ async def test_an_acknowledgement_is_no_dead_letter_no_attempt_and_no_announceme
     async with lab.victim() as victim, lab.actor("acme") as attacker:
         for subject in (
             f"infer.dead.{MODEL}.tokens",
-            "infer.attempts.victim.x.1",
+            "infer.attempts.globex.x.1",
             f"$KV.INFER_WORKERS.{MODEL}.w1",
             f"$KV.INFER_WORKERS.{MODEL}.ghost",
         ):
             await attacker.has_acknowledged_to(subject)
         await attacker.connection.flush()
         assert [letter async for letter in Operator(lab.bus).dead_letters()] == []
-        assert await lab.jetstream.last(layout.RESULTS, "infer.attempts.victim.x.1") is None
+        assert await lab.jetstream.last(layout.RESULTS, "infer.attempts.globex.x.1") is None
 
         async def only_the_worker() -> bool:
             return [each.worker for each in await victim.workers()] == ["w1"]
@@ -300,20 +276,20 @@ async def test_an_acknowledgement_is_no_dead_letter_no_attempt_and_no_announceme
 
 async def test_a_job_that_the_server_forwarded_does_not_run_as_its_owners(lab: Lab) -> None:
     async with lab.victim() as victim, lab.actor("acme") as attacker:
-        before = len(await lab.jetstream.read(layout.RESULTS, "infer.results.victim.*"))
+        before = len(await lab.jetstream.read(layout.RESULTS, "infer.results.globex.*"))
         await attacker.may_publish(
             "$JS.API.DIRECT.GET.INFER_RESULTS.infer.results.acme.same",
-            reply=f"infer.jobs.{MODEL}.batch.victim.tokens",
+            reply=f"infer.jobs.{MODEL}.batch.globex.tokens",
         )
         job = await victim.submit("tokens", MODEL, QUICK)
         await victim.result(job, timeout=20)
-        found = (await lab.jetstream.read(layout.RESULTS, "infer.results.victim.*"))[before:]
+        found = (await lab.jetstream.read(layout.RESULTS, "infer.results.globex.*"))[before:]
     assert [each.headers["Infer-Status"] for each in found if each.headers["Infer-Status"] == "ok"] == ["ok"]
 
 
 async def test_a_guessed_job_id_does_not_swallow_anothers_job(lab: Lab) -> None:
     async with lab.victim() as victim, lab.actor("acme") as attacker:
-        for guess in ("line-17", "victim.line-17", "victim:line-17"):
+        for guess in ("line-17", "globex.line-17", "globex:line-17"):
             body = json.dumps(QUICK).encode()
             names = {"Nats-Msg-Id": guess, "Infer-Job-Id": "x"}
             await attacker.may_publish(f"infer.jobs.{MODEL}.batch.acme.tokens", body, headers=names)
@@ -324,12 +300,12 @@ async def test_a_guessed_job_id_does_not_swallow_anothers_job(lab: Lab) -> None:
 
 REPLIES = (
     "$JS.API.STREAM.DELETE.INFER_JOBS",
-    f"infer.jobs.{MODEL}.batch.victim.chat",
+    f"infer.jobs.{MODEL}.batch.globex.chat",
     f"$KV.INFER_WORKERS.{MODEL}.w1",
     "$SYS.REQ.SERVER.PING",
-    "infer.cancel.victim.run",
-    "infer.results.victim.run",
-    "infer.stream.victim.run",
+    "infer.cancel.globex.run",
+    "infer.results.globex.run",
+    "infer.stream.globex.run",
     f"infer.request.{MODEL}.tokens",
     f"infer.prefill.{MODEL}.w1",
     "infer.inbox.x.y",

@@ -107,8 +107,11 @@ async def test_a_full_stream_of_results_costs_no_answer_and_stops_the_taking_of_
 
     await eventually(announced)
     second = await client.submit("tokens", "scripted", body(5))
-    # Longer than the ack wait: the answer is kept, and its job is not delivered again.
-    await asyncio.sleep(5)
+    # Signs of life for longer than the ack wait: the answer is kept, and its job is not delivered again.
+    beats: list[bytes] = []
+    heard = await client.bus.subscribe("$JS.ACK.INFER_JOBS.>", lambda message: beats.append(message.data))
+    await eventually(lambda: beats.count(b"+WPI") >= 6, within=20)
+    await heard.unsubscribe()
     assert len(workers.events(worker, "job.started")) == 1
     await jetstream.call("STREAM.UPDATE.INFER_RESULTS", config)
     results = [await client.result(job, timeout=20) for job in (first, second)]

@@ -110,12 +110,14 @@ async def test_a_bundle_whose_worker_died_runs_nothing_again() -> None:
     await bench.broker.store(count, b"", {headers.BEGUN: "1", headers.ATTEMPT: "1"})
     result = await bench.handle(delivery)
     assert (result["answers"], result["attempt"], bench.started) == ([], 2, [])
+    assert result["died"]
 
 
 async def test_a_bundle_that_was_put_back_before_it_began_is_run() -> None:
     bench = Bench()
     result = await bench.handle(bench.bundle([10, 11], attempt=5))
     assert len(result["answers"]) == 2
+    assert "died" not in result, "a line of it that fails is no suspect"
 
 
 async def test_a_draining_worker_answers_what_it_has_begun_and_names_the_rest() -> None:

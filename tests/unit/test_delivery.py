@@ -6,6 +6,7 @@ import asyncio
 import datetime as dt
 import json
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,7 +14,8 @@ import pytest
 from inferbus.schemas import headers
 from inferbus.schemas.errors import BusUnavailable, Draining, EngineFailed, InvalidRequest, PrefillUnavailable
 from inferbus.schemas.subjects import JobKey, Subjects
-from inferbus.workers.bus.interface import Stored
+from inferbus.workers.bus.errors import StreamFull
+from inferbus.workers.bus.interface import PubAck, Stored
 from inferbus.workers.jobs.attempt import Attempt
 from inferbus.workers.jobs.cancel import Cancels
 from inferbus.workers.jobs.delivery import Deliveries
@@ -499,6 +501,25 @@ async def test_a_job_that_the_server_forwarded_for_somebody_does_not_run() -> No
     assert (await bench.handle(delivery))[0] == "term"
     assert bench.runs == 0
     assert not bench.results
+
+
+async def test_a_job_that_cannot_be_read_waits_for_room_and_keeps_no_other_from_running() -> None:
+    """Anybody can submit such jobs, and so fill the stream of dead letters."""
+    bench = Bench(answer)
+    store = bench.broker.store
+
+    async def full(subject: str, data: bytes, found: Any = None, **options: Any) -> PubAck | None:
+        if subject.startswith("infer.dead."):
+            raise StreamFull("no room")
+        return await store(subject, data, found, **options)
+
+    bench.broker.store = full  # type: ignore[assignment]
+    unreadable = bench.job()
+    unreadable.message = msgspec.structs.replace(unreadable.message, undecodable=b"\xff")
+    await asyncio.wait_for(bench.deliveries.handle(unreadable), 5)
+    assert not unreadable.ended
+    assert bench.deliveries.storage.full is None
+    assert await bench.handle(bench.job()) == ("ack", None)
 
 
 async def test_a_running_job_ends_when_it_is_cancelled() -> None:

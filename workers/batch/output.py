@@ -305,6 +305,15 @@ def _sort(partial: Path, path: Path) -> None:
     partial.unlink()
 
 
+def whole_lines(path: Path) -> Iterator[bytes]:
+    """The whole lines of an output or error file, under whichever name it has now."""
+    found = next((each for each in (_partial(path), path) if each.exists()), None)
+    if found is None:
+        return
+    with found.open("rb") as file:
+        yield from (line for line in file if line.endswith(b"\n"))
+
+
 def _partial(path: Path) -> Path:
     return path.with_name(f"{path.name}.partial")
 

@@ -17,6 +17,7 @@ import msgspec
 from inferbus.schemas.errors import InvalidRequest
 from inferbus.schemas.subjects import Kind
 from inferbus.workers.batch.lines import KINDS
+from inferbus.workers.batch.output import whole_lines
 from inferbus.workers.batch.runs import Begun, Options, begin, run
 from inferbus.workers.batch.state import Batches, Record
 from inferbus.workers.client.client import Client
@@ -182,14 +183,7 @@ def _files(record: Record) -> tuple[Path, Path]:
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
-    partial = path.with_name(f"{path.name}.partial")
-    found = next((each for each in (partial, path) if each.exists()), None)
-    if found is None:
-        return
-    with found.open("rb") as file:
-        for raw in file:
-            if raw.endswith(b"\n"):
-                yield msgspec.json.decode(raw)
+    yield from map(msgspec.json.decode, whole_lines(path))
 
 
 def _number(line: dict[str, Any]) -> int:

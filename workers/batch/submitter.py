@@ -477,7 +477,7 @@ class Submitter:
                 self._fail(line.number, line.custom_id, name, ended.error)
         backlog.again.extend(line for number, line in left.items() if number in unstarted)
         failed = [line for number, line in left.items() if number not in unstarted]
-        if failed and answer.attempt > 1:
+        if failed and answer.died:
             backlog.died(failed, suspect=job.suspect)
         else:
             backlog.alone.extend(failed)
@@ -517,9 +517,7 @@ class Submitter:
         names = list(self._forgettable)
 
         async def forget(name: str) -> None:
-            await self._jetstream.call(
-                f"STREAM.PURGE.{layout.RESULTS}", {"filter": subjects.result(owner, name)}
-            )
+            await self._jetstream.purge(layout.RESULTS, subjects.result(owner, name))
 
         try:
             await _bounded(forget(name) for name in names)
@@ -589,9 +587,10 @@ class Submitter:
     async def _result(self, name: str) -> bytes | None:
         subject = self._bus.subjects.result(self.record.owner, name)
         stored = await self._jetstream.last(layout.RESULTS, subject)
-        if stored is None or (apart := parse_object(stored.headers)) is None:
-            return None if stored is None else stored.data
-        return await Objects(self._bus).fetch(self.record.owner, apart)
+        if stored is None:
+            return None
+        apart = parse_object(stored.headers)
+        return stored.data if apart is None else await Objects(self._bus).fetch(self.record.owner, apart)
 
     async def _queued(self, job: Open) -> bool:
         """Whether the server still has a job; also where that may not be asked."""

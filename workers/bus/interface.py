@@ -198,7 +198,7 @@ class Broker(Protocol):
         """
         ...
 
-    async def purge(self, stream: str, subject: str) -> None:
+    async def purge(self, stream: str, subject: str) -> object:
         """Removes all messages on one subject.
 
         Raises:

@@ -18,12 +18,13 @@ import click
 
 from inferbus.workers.batch.bundling import Pace
 from inferbus.workers.batch.errors import BatchHeld, OutputFailed
+from inferbus.workers.batch.output import whole_lines
 from inferbus.workers.batch.progress import Speed, describe
 from inferbus.workers.batch.runs import Begun, Options, begin, proceed, run
 from inferbus.workers.batch.state import ENDED, Batches, Record
 from inferbus.workers.cli.ask import owner_option
 from inferbus.workers.cli.options import CONFIG_ENV, Command, settings_options
-from inferbus.workers.cli.queues import _duration
+from inferbus.workers.cli.queues import duration
 from inferbus.workers.cli.running import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -65,11 +66,11 @@ def _run_options(command: Any) -> Any:
             click.option("--errors", type=click.Path(dir_okay=False, path_type=Path), help="The error file."),
             click.option("--model", metavar="NAME", help="For all lines, whatever they name."),
             click.option(
-                "--window", callback=_duration, metavar="TIME", help="When it expires: 24h; default: never."
+                "--window", callback=duration, metavar="TIME", help="When it expires: 24h; default: never."
             ),
             click.option(
                 "--line-deadline",
-                callback=_duration,
+                callback=duration,
                 metavar="TIME",
                 help="How long a line may take from when it is submitted; default: no limit.",
             ),
@@ -395,15 +396,8 @@ def _spooled(output: Path | None) -> Path:
 
 
 def _print_lines(path: Path) -> None:
-    """Prints a file as far as its lines are whole."""
-    partial = path.with_name(f"{path.name}.partial")
-    found = next((each for each in (partial, path) if each.exists()), None)
-    if found is None:
-        return
-    with found.open("rb") as file:
-        for raw in file:
-            if raw.endswith(b"\n"):
-                click.echo(raw, nl=False)
+    for line in whole_lines(path):
+        click.echo(line, nl=False)
 
 
 def _detach(record: Record, flags: dict[str, Any], config: Path | None) -> None:

@@ -25,7 +25,7 @@ _DURATION: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd]?)")
 _UNITS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def _duration(_ctx: click.Context, _param: click.Parameter, value: str | None) -> float | None:
+def duration(_ctx: click.Context, _param: click.Parameter, value: str | None) -> float | None:
     """A duration in seconds."""
     if value is None:
         return None
@@ -153,7 +153,7 @@ def cancel(owner: str, job: tuple[str, ...], **options: Any) -> int:
 @click.argument("model")
 @_class
 @click.option(
-    "--for", "length", callback=_duration, metavar="TIME", help="90s, 10m, 2h; default: until resumed."
+    "--for", "length", callback=duration, metavar="TIME", help="90s, 10m, 2h; default: until resumed."
 )
 @settings_options("bus")
 def pause(model: str, job_class: JobClass | None, length: float | None, **options: Any) -> int:

@@ -150,7 +150,8 @@ class Operator:
     async def discard_all(self, *, model: str | None = None) -> int:
         """Removes all dead letters stored now for good; returns how many."""
         info = await browse.stream_info(self._bus, layout.DEAD)
-        return await browse.purge(self._bus, layout.DEAD, self._dead(model), until=info["state"]["last_seq"])
+        until = info["state"]["last_seq"]
+        return await JetStream(self._bus).purge(layout.DEAD, self._dead(model), until=until)
 
     async def queues(self, *, model: str | None = None, job_class: JobClass | None = None) -> list[Queue]:
         """The queues of every model and class that a worker has ever served.

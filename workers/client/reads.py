@@ -63,13 +63,15 @@ async def chunks(bus: Bus, owner: str, job: str, first: int = 1) -> Page:
     found = Page([], first)
     try:
         async for page in _served(bus, "chunks", owner, job, first):
-            found = Page([*found.messages, *page.messages], page.next)
+            found.messages += page.messages
+            found.next = page.next
     except BusUnavailable as problem:
         try:
             subject = bus.subjects.stream(owner, job)
             async for stored, _ in _direct(bus, layout.STREAM, subject, found.next, problem):
                 if stored:
-                    found = Page([*found.messages, *stored], stored[-1].sequence + 1)
+                    found.messages += stored
+                    found.next = stored[-1].sequence + 1
         except ApiError as error:
             if error.status != NOT_FOUND:
                 raise

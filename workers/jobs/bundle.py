@@ -90,6 +90,7 @@ class HeldBundle:
         self._errors: list[ItemError] = []
         self._size = 0
         self._unstarted: list[int] = []
+        self._died = False
 
     async def handle(self, places: Places) -> tuple[str, bytes] | None:
         """Runs it, stores its result, and acknowledges it.
@@ -109,7 +110,8 @@ class HeldBundle:
         if not result.stored:
             if self._delivery.stale:
                 return None
-            if self._delivery.attempt == 1 or not (await self._beginnings.of(attempt)).attempts:
+            self._died = self._delivery.attempt > 1 and (await self._beginnings.of(attempt)).attempts > 0
+            if not self._died:
                 await self._beginnings.count(attempt, 0)
                 await self._run(places)
             body = await self._store(result)
@@ -178,6 +180,7 @@ class HeldBundle:
             answers=self._answers,
             errors=self._errors,
             unstarted=self._unstarted,
+            died=self._died,
         )
         body = msgspec.json.encode(answer)
         served = served_headers(attempt, Served(worker=self._settings.worker))

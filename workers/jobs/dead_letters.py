@@ -34,23 +34,29 @@ class DeadLetters:
         self._settings = settings
         self._storage = storage
 
-    async def store(self, attempt: Attempt, message: Stored, error: InferbusError) -> None:
+    async def store(
+        self, attempt: Attempt, message: Stored, error: InferbusError, *, waits: bool = True
+    ) -> None:
         """Stores one; a job that just fitted into a message, and with a letter's headers does not, has none.
 
         Args:
             attempt: The last one.
             message: The job as submitted.
             error: Why it is not tried again.
+            waits: Whether to outlast an outage and wait for room. What anybody can send must not make a
+                worker wait.
 
         Raises:
-            BusUnavailable: NATS was away for too long.
+            BusUnavailable: NATS was away for too long, or there is no room.
         """
         subject = self._settings.subjects.dead(attempt.model, attempt.kind)
         letter = self._headers(attempt, message, error)
+
+        async def store() -> None:
+            await self._broker.store(subject, message.data, letter)
+
         try:
-            await self._storage.store(
-                lambda: self._broker.store(subject, message.data, letter), subject=subject
-            )
+            await (self._storage.store(store, subject=subject) if waits else store())
         except PayloadTooLarge as problem:
             # Its error is still its result.
             log.error("job.no_letter", reason=problem.message, **facts(attempt))

@@ -44,7 +44,7 @@ from inferbus.schemas.errors import (
     NotSupported,
     PayloadTooLarge,
 )
-from inferbus.schemas.objects import object_header, parse_object
+from inferbus.schemas.objects import ObjectRef, object_header, parse_object
 from inferbus.workers.admission import Permit
 from inferbus.workers.bus.interface import Broker, Delivery, ObjectStore, Stored
 from inferbus.workers.jobs import cancel
@@ -174,12 +174,9 @@ class Deliveries:
         self, delivery: Delivery, permit: Permit | None, handle: Callable[[HeldJob], Awaitable[None]]
     ) -> None:
         message, settings = delivery.message, self.settings
-        if message.forwarded:
-            # Not published by the owner whose subject it came on, so there is nobody to answer.
-            log.error("job.forwarded", subject=message.subject, sequence=message.sequence)
-            await delivery.term("forwarded by the server")
-            return
         try:
+            if message.forwarded:
+                raise InvalidRequest("the server sent it here on somebody's behalf; its owner did not")
             if message.undecodable is not None:
                 raise InvalidRequest("its subject or headers are no text")
             envelope = durable(
@@ -192,7 +189,7 @@ class Deliveries:
         try:
             try:
                 await handle(job)
-            except (BusUnavailable, asyncio.CancelledError):
+            except BusUnavailable:
                 raise
             except Exception:  # a supervision point: whatever fails, the job must not stay here
                 log.exception("job.defect", **facts(job.attempt))
@@ -204,7 +201,9 @@ class Deliveries:
             await delivery.nak(settings.policy.longest)
 
     async def bury_unaddressed(self, delivery: Delivery, error: InferbusError) -> None:
-        """A job whose owner or id cannot be read: it has no result, and nothing is lost.
+        """A job whose owner or id cannot be read, or is not to be believed: a dead letter, without a result.
+
+        Where there is no room for it the job stays in the queue.
 
         Args:
             delivery: The job.
@@ -214,7 +213,7 @@ class Deliveries:
         attempt = unaddressed(delivery.message, number=delivery.attempt, subjects=settings.subjects)
         settlement: Settlement = "dead"
         try:
-            await self.dead_letters.store(attempt, delivery.message, error)
+            await self.dead_letters.store(attempt, delivery.message, error, waits=False)
             await delivery.term(error.code)
         except BusUnavailable as problem:
             settlement, error = "left", problem
@@ -242,6 +241,7 @@ class HeldJob:
         self._permit = permit
         self._begun = 0
         self._counted = False
+        self._body_apart: ObjectRef | None = None
 
     @property
     def attempt(self) -> Attempt:
@@ -301,8 +301,7 @@ class HeldJob:
             outcome = await self._conclude(result, outcome)
             await self._delivery.ack()
             await self._remove_body()
-            if self._counted:
-                await self._parts.beginnings.forget(attempt)
+            await self._forget_attempts()
             self.settled("finished", outcome.error, status=outcome.status, code=outcome.code)
         elif self._delivery.stale or isinstance(error, LeaseLost):
             # Handing it back would take it from its new owner.
@@ -440,6 +439,7 @@ class HeldJob:
         await self._parts.dead_letters.store(outcome.attempt, self._delivery.message, error)
         await self._conclude(result, outcome)
         await self._delivery.term(error.code)
+        await self._forget_attempts()
         self.settled("dead", error, code=error.code, reason=error.message)
 
     async def _conclude(self, result: FinalResult, outcome: AttemptOutcome) -> AttemptOutcome:
@@ -485,27 +485,31 @@ class HeldJob:
 
     async def _fetch_body(self) -> None:
         """Fetches a body that is stored apart from its job; what is wrong with it is the answer."""
-        objects, message = self._parts.objects, self._delivery.message
+        objects = self._parts.objects
         try:
-            reference = parse_object(message.headers)
-            if reference is None:
+            self._body_apart = parse_object(self._delivery.message.headers)
+            if self._body_apart is None:
                 return
             if objects is None:
                 raise NotSupported("this worker takes no bodies that are stored apart from their job")
-            body = await objects.fetch(self.attempt.owner, reference)
+            body = await objects.fetch(self.attempt.owner, self._body_apart)
             self.envelope = msgspec.structs.replace(self.envelope, body=body)
         except CallerError as error:
             self.envelope = msgspec.structs.replace(self.envelope, problem=error)
 
     async def _remove_body(self) -> None:
         """Removes a body that is stored apart; what cannot be removed expires."""
-        with contextlib.suppress(CallerError):
-            reference = parse_object(self._delivery.message.headers)
-            if reference is not None and self._parts.objects is not None:
-                try:
-                    await self._parts.objects.remove(self.attempt.owner, reference)
-                except BusUnavailable as error:
-                    log.warning("job.body_left", reason=error.message, **facts(self.attempt))
+        if self._body_apart is None or self._parts.objects is None:
+            return
+        try:
+            await self._parts.objects.remove(self.attempt.owner, self._body_apart)
+        except BusUnavailable as error:
+            log.warning("job.body_left", reason=error.message, **facts(self.attempt))
+
+    async def _forget_attempts(self) -> None:
+        """Of a job that has ended the count is of no use."""
+        if self._counted or self._begun:
+            await self._parts.beginnings.forget(self.attempt)
 
     def _scope(self) -> Scope:
         attempt = self.attempt

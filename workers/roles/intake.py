@@ -261,7 +261,8 @@ class JobIntake:
             if not self._fed.is_set():
                 await self._first(self._fed.wait())
             await self._first(self._admission.room.wait())
-            await self._first(self.storage.has_room.wait())
+            if not self.storage.has_room.is_set():
+                await self._first(self.storage.has_room.wait())
             pulling = asyncio.create_task(self._source.take())
             await self._first(pulling, self._admission.no_room.wait(), self.storage.has_no_room.wait())
             if not pulling.done():

@@ -377,7 +377,7 @@ class Bus:
         with self._requests.open_many(subject) as (reply, answers):
             try:
                 async with asyncio.timeout(timeout):
-                    await self._connected.wait()
+                    await self.until_connected()
                 self.send(subject, data, headers, reply=reply)
                 while True:
                     async with asyncio.timeout(timeout):

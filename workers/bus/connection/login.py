@@ -15,6 +15,7 @@ from urllib.parse import ParseResult, unquote
 
 import nats.errors
 import nkeys
+from nacl.exceptions import CryptoError
 
 from inferbus.workers.config import BusSettings
 
@@ -118,5 +119,5 @@ def _signed(seed: str, nonce: str) -> tuple[str, str]:
     try:
         pair = nkeys.from_seed(bytearray(seed.encode()))
         return pair.public_key.decode(), base64.b64encode(pair.sign(nonce.encode())).decode()
-    except Exception as error:  # nkeys raises errors of many kinds for a seed that is damaged
+    except (nkeys.NkeysError, CryptoError, ValueError, TypeError, LookupError) as error:
         raise LoginError("the NKey seed is damaged") from error

@@ -110,16 +110,6 @@ async def remove(bus: Bus, stream: str, sequence: int) -> bool:
     return True
 
 
-async def purge(bus: Bus, stream: str, subject: str, *, until: int) -> int:
-    """Removes the messages of a subject up to a sequence, itself included; returns how many.
-
-    Raises:
-        BusUnavailable: The server did not answer, or does not allow it.
-    """
-    answer = await JetStream(bus).call(f"STREAM.PURGE.{stream}", {"filter": subject, "seq": until + 1})
-    return int(answer["purged"])
-
-
 async def pause(bus: Bus, stream: str, consumer: str, until: dt.datetime | None) -> None:
     """Has a consumer deliver nothing until then; None: has it deliver again (nats-server 2.11).
 

@@ -263,9 +263,23 @@ class JetStream:
                 break
         return messages
 
-    async def purge(self, stream: str, subject: str) -> None:
-        """See `Broker`."""
-        await self.call(f"STREAM.PURGE.{stream}", {"filter": subject})
+    async def purge(
+        self, stream: str, subject: str, *, until: int | None = None, keep: int | None = None
+    ) -> int:
+        """See `Broker`; returns how many were removed.
+
+        Args:
+            stream: Of this stream.
+            subject: May hold wildcards.
+            until: Only messages up to this sequence, itself included.
+            keep: So many of the newest stay.
+        """
+        body: dict[str, Any] = {"filter": subject}
+        if until is not None:
+            body["seq"] = until + 1
+        if keep is not None:
+            body["keep"] = keep
+        return int((await self.call(f"STREAM.PURGE.{stream}", body))["purged"])
 
     async def page(
         self, stream: str, subject: str, *, first: int = 1, batch: int | None = None

@@ -53,8 +53,7 @@ class ResultShares:
             first, further = await self._jetstream.page(layout.RESULTS, subject, batch=1)
             if len(first) + further <= self._most:
                 return
-            body = {"filter": subject, "keep": self._most}
-            purged = (await self._jetstream.call(f"STREAM.PURGE.{layout.RESULTS}", body))["purged"]
+            purged = await self._jetstream.purge(layout.RESULTS, subject, keep=self._most)
         except BusUnavailable as error:
             log.warning("results.not_bounded", owner=owner, reason=error.message)
         else:
