@@ -106,6 +106,12 @@ async def test_a_full_stream_of_results_costs_no_answer_and_stops_the_taking_of_
         return any("full" in (info.reason or "") for info in await client.workers())
 
     await eventually(announced)
+
+    async def asks_for_nothing() -> bool:
+        info = await jetstream.call("CONSUMER.INFO.INFER_JOBS.scripted-batch")
+        return int(info["num_waiting"]) == 0
+
+    await eventually(asks_for_nothing)
     second = await client.submit("tokens", "scripted", body(5))
     # Signs of life for longer than the ack wait: the answer is kept, and its job is not delivered again.
     beats: list[bytes] = []
