@@ -208,7 +208,7 @@ class AnswerStream(abc.ABC, Generic[E]):
 
 
 def text(event: Event, *, index: int = 0) -> str:
-    """The text that a chunk adds to a choice, or that a whole answer has; empty for tokens and `Restarted`."""
+    """The text that a chunk adds to a choice, or that a whole answer has; empty for token ids."""
     if not isinstance(event, dict):
         return ""
     return "".join(_text(choice) for choice in event["choices"] if choice.get("index", 0) == index)
