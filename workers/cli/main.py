@@ -25,6 +25,7 @@ _COMMANDS: Final = {
     "batch": "batch",
     "workers": "fleet",
     "health": "fleet",
+    "doctor": "doctor",
     "jobs": "queues",
     "pause": "queues",
     "resume": "queues",
