@@ -25,6 +25,8 @@ def test_a_file_gets_a_line_for_each_finding_and_one_for_what_to_do(
 
 def test_a_terminal_gets_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", "100")
     show(FINDINGS)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["what", "ok", "fail"]
