@@ -26,6 +26,7 @@ _COMMANDS: Final = {
     "workers": "fleet",
     "health": "fleet",
     "doctor": "doctor",
+    "top": "top",
     "jobs": "queues",
     "pause": "queues",
     "resume": "queues",
