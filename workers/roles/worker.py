@@ -4,6 +4,7 @@
     announce that it starts        its id is another worker's         exit 1
     start the engine               it cannot, or a port is taken      announce why, exit 1
     announce, take work            NATS gone for good                 exit 3
+                                   NATS refuses the login for long    drain, exit 3
                                    engine does not answer any more    exit 1
                                    another worker took over its id    drain, exit 1
     SIGTERM or SIGINT              drain within the grace period, a second signal hurries; exit 0
@@ -133,7 +134,13 @@ class _Worker:
     async def _connected(self) -> AsyncIterator[Bus]:
         name = f"inferbus {self._role} {self._settings.worker.worker}"
         settings = self._settings.bus
-        bus = await Bus.connect(settings, name=name, inbox_prefix=settings.subjects.worker_inboxes)
+        bus = await Bus.connect(
+            # While a refused worker drains, its login may be accepted again: answers can be delivered then.
+            settings,
+            name=name,
+            inbox_prefix=settings.subjects.worker_inboxes,
+            keeps_trying=True,
+        )
         try:
             yield bus
         finally:
@@ -170,7 +177,7 @@ class _Worker:
                     provisioning.cancel()
                     examining.cancel()
                 self._health.draining()
-            if code == EXIT_OK or registry.replaced.is_set():
+            if code == EXIT_OK or registry.replaced.is_set() or bus.refused.is_set():
                 await registry.announce("draining")
                 log.info("worker.draining", busy=admission.busy)
                 await program.drain(grace=settings.grace, hurry=self._signals.hurry)
@@ -221,10 +228,11 @@ class _Worker:
             await asyncio.sleep(EXAMINE_INTERVAL)
 
     async def _until_stopped(self, bus: Bus, engine: Engine, registry: Registry) -> int:
-        """Waits for a signal, the end of the connection, an engine that answers no more, or a successor."""
+        """Waits for a signal, the end of the connection or of the login, a lost engine, or a successor."""
         ends = {
             asyncio.create_task(self._signals.stop.wait()): EXIT_OK,
-            asyncio.ensure_future(bus.closed.wait()): EXIT_NATS,
+            asyncio.create_task(bus.closed.wait()): EXIT_NATS,
+            asyncio.create_task(bus.refused.wait()): EXIT_NATS,
             asyncio.create_task(self._engine_lost(engine)): EXIT_ENGINE,
             asyncio.create_task(registry.replaced.wait()): EXIT_ENGINE,
         }
