@@ -69,7 +69,6 @@ async def begin(client: Client, source: Path, options: Options) -> Begun:
         BusUnavailable: JetStream does not answer.
     """
     batches = Batches(client.bus, client.owner)
-    await batches.prepare()
     source, output, errors = _paths(source, options)
     found = await batches.find(_id(client.owner, output))
     if found is not None and not _files_exist(found.record):
