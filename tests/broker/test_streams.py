@@ -34,6 +34,7 @@ async def test_every_stream_of_the_contract_is_made(streams: Bus) -> None:
     assert sorted(names) == [
         "INFER_CANCEL",
         "INFER_DEAD",
+        "INFER_FILES",
         "INFER_JOBS",
         "INFER_OBJECTS",
         "INFER_RESULTS",

@@ -99,6 +99,11 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
         replies: Token of the subject on which jobs tell that they are done.
         holder: Who runs it; None: nobody.
         rate: Lines a second, of late.
+        shared: Whether its files are on the server too; see `copies`.
+        host: Where its files are complete: the machine that ran it last.
+        copied: Bytes of its files that are on the server, at least, by their names there.
+        input_copied: The digest of the input that is on the server as a whole.
+        retries: How often failed lines were run again: each time begins an error file.
     """
 
     id: str
@@ -125,6 +130,26 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     replies: str = ""
     holder: Holder | None = None
     rate: float = 0.0
+    shared: bool = False
+    host: str = ""
+    copied: dict[str, int] = {}
+    input_copied: str = ""
+    retries: int = 0
+
+    @property
+    def copy_names(self) -> dict[str, str]:
+        """What its files are called on the server, by their paths here."""
+        return {self.output: "output", self.errors: f"errors-{self.retries}"}
+
+    @property
+    def input_name(self) -> str:
+        """What its input is called on the server; one that has grown is another."""
+        return f"input-{self.source.digest}"
+
+    @property
+    def here(self) -> bool:
+        """Whether this machine ran it last, or none has."""
+        return self.host in ("", socket.gethostname())
 
     def enter(self, status: Status, now: float) -> None:
         """Changes the status, and stamps when."""
@@ -249,10 +274,16 @@ class Batches:
         """Takes the wish back: the batch is run again."""
         await self._jetstream.store(self._subject(batch, "cancel"), b"", {"KV-Operation": "DEL"})
 
-    async def remove(self, batch: str) -> None:
-        """Removes a batch's record."""
+    async def remove(self, record: Record) -> None:
+        """Removes a batch's record, and its files on the server."""
+        if record.shared:
+            await self.remove_files(record.id)
         for key in ("state", "cancel"):
-            await self._jetstream.store(self._subject(batch, key), b"", {"KV-Operation": "DEL"})
+            await self._jetstream.store(self._subject(record.id, key), b"", {"KV-Operation": "DEL"})
+
+    async def remove_files(self, batch: str) -> None:
+        """Removes what a batch has on the server besides its record; see `copies`."""
+        await self._jetstream.purge(layout.FILES, self._bus.subjects.files_of(self._owner, batch))
 
     async def _last(self, batch: str, key: str) -> Stored | None:
         try:

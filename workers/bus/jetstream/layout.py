@@ -18,11 +18,12 @@ RESULTS: Final = "INFER_RESULTS"
 DEAD: Final = "INFER_DEAD"
 CANCEL: Final = "INFER_CANCEL"
 OBJECTS: Final = "INFER_OBJECTS"
+FILES: Final = "INFER_FILES"
 WORKERS: Final = f"KV_{fleet.BUCKET}"
 BATCHES: Final = "KV_INFER_BATCHES"
 """The streams behind key-value buckets (ADR-8)."""
 
-CONTRACT: Final = frozenset({JOBS, STREAM, RESULTS, DEAD, CANCEL, OBJECTS, WORKERS, BATCHES})
+CONTRACT: Final = frozenset({JOBS, STREAM, RESULTS, DEAD, CANCEL, OBJECTS, FILES, WORKERS, BATCHES})
 """Every stream, by its name under the default prefix; `in_account` has the name under another one."""
 
 ANNOUNCE_TTL: Final = 10.0
@@ -54,8 +55,8 @@ def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[st
     see `entrance`.
 
     Streams whose messages must not be lost refuse what does not fit (`discard: new`): jobs, results, dead
-    letters, objects, batches, and cancel marks, which one owner could push out with many of its own. Chunks
-    are discarded by age instead (`discard: old`), since a worker must never wait for their readers.
+    letters, objects, files, batches, and cancel marks, which one owner could push out with many of its own.
+    Chunks are discarded by age instead (`discard: old`), since a worker must never wait for their readers.
     """
     s = settings
     jobs = _stream(JOBS, [], s, s.jobs_max_bytes, s.jobs_max_age)
@@ -64,6 +65,7 @@ def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[st
     dead = _stream(DEAD, [], s, s.dead_max_bytes, s.dead_max_age)
     cancel = _stream(CANCEL, [subjects.all("cancel")], s, 64 * MIB, DAY)
     objects = _stream(OBJECTS, [subjects.all("objects")], s, s.objects_max_bytes, s.results_max_age)
+    files = _stream(FILES, [subjects.all("files")], s, s.files_max_bytes, 0)
     workers = _stream(WORKERS, [key(subjects, WORKERS, ">")], s, 16 * MIB, ANNOUNCE_TTL)
     batches = _stream(BATCHES, [key(subjects, BATCHES, ">")], s, 256 * MIB, 0)
     light = _light(settings)
@@ -75,6 +77,7 @@ def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[st
         guarded(results, subjects, ("results", "attempts")),
         guarded(dead, subjects, ("dead",)),
         objects,
+        files,
         # More than one mark per job: each may be for another submission with the same id.
         cancel
         | {
