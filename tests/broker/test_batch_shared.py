@@ -86,7 +86,7 @@ async def test_a_machine_whose_files_are_old_gets_the_newer_ones(
 ) -> None:
     """Also the errors that were run again elsewhere."""
     worker = await workers.start(
-        "both", '[[rules]]\nfirst_token = 7\n[rules.fault]\ndo = "fail"\n[[rules]]\n'
+        "both", '[[rules]]\nfirst_token = 7\n[rules.fault]\ndo = "fail"\n[[rules]]\n', max_attempts=1
     )
     source = write(tmp_path / "in.jsonl", [line(n) for n in range(1, 21)])
     output, errors = tmp_path / "in.output.jsonl", tmp_path / "in.errors.jsonl"

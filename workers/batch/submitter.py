@@ -79,7 +79,7 @@ class Open(msgspec.Struct, kw_only=True):
     """A job that is submitted and not answered.
 
     Attributes:
-        lines: By their numbers.
+        lines: That have not ended, by their numbers.
         alone: Whether it is a job of one line, not a bundle.
         suspect: Whether a worker has died of its lines before, or beside them.
         submission: Its stream sequence; None while it is being submitted.
@@ -461,8 +461,8 @@ class Submitter:
         elif job.alone:
             (line,) = job.lines.values()
             self._take_one(name, line, data)
-        else:
-            self._take_bundle(name, job, data, backlog)
+        elif not self._take_bundle(name, job, data, backlog):
+            return
         if job.alone:
             self.record.alone = {key: value for key, value in self.record.alone.items() if key != name}
         self._taken.append(name)
@@ -478,24 +478,31 @@ class Submitter:
         else:
             self._fail(line.number, line.custom_id, name, failed.error)
 
-    def _take_bundle(self, name: str, job: Open, data: bytes, backlog: Backlog) -> None:
+    def _take_bundle(self, name: str, job: Open, data: bytes, backlog: Backlog) -> bool:
+        """Takes what has ended of a bundle; False: the rest of it still runs."""
         answer = BundleAnswer(job=name, attempt=1, answers=[])
         # Where it is something else, the workers do not know bundles, and the lines are sent alone.
         with contextlib.suppress(msgspec.DecodeError):
             answer = _answer.decode(data)
-        left, unstarted = dict(job.lines), set(answer.unstarted)
+        left, before = job.lines, len(job.lines)
         for answered in answer.answers:
             if (line := left.pop(answered.id, None)) is not None:
                 self._succeed(line, name, bytes(answered.answer))
         for ended in answer.errors:
             if (line := left.pop(ended.id, None)) is not None:
                 self._fail(line.number, line.custom_id, name, ended.error)
+        self._in_flight -= before - len(left)
+        if answer.partial:
+            job.look = self._clock() + job.silence
+            return False
+        unstarted = set(answer.unstarted)
         backlog.again.extend(line for number, line in left.items() if number in unstarted)
         failed = [line for number, line in left.items() if number not in unstarted]
         if failed and answer.died:
             backlog.died(failed, suspect=job.suspect)
         else:
             backlog.alone.extend(failed)
+        return True
 
     def _succeed(self, line: Line, name: str, answer: bytes) -> None:
         written = answer_line(self.record.id, line.number, line.custom_id, name, answer)
@@ -746,6 +753,10 @@ class Submitter:
             job.lines[line.number] = line
             self._in_flight += 1
         backlog.restore()
+        for name in queued.keys() - self._open.keys() - results.keys():
+            # All of its lines are done; its result is still to be removed.
+            sequence = queued[name].sequence
+            self._open[name] = Open(lines={}, alone=False, submission=sequence, look=self._clock() + SILENCE)
         for name, data in results.items():
             if name in self._open:
                 self._arrived.put_nowait((name, data))
