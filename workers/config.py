@@ -267,6 +267,9 @@ class StreamSettings(_Section, frozen=True, kw_only=True):
     objects_max_bytes: Annotated[
         int, Meta(description="Room for bodies that are too large for one message.", ge=MIB)
     ] = 1024 * MIB
+    files_max_bytes: Annotated[int, Meta(description="Room for the files of shared batches.", ge=MIB)] = (
+        1024 * MIB
+    )
     dead_max_bytes: Annotated[int, Meta(description="Room for dead letters.", ge=MIB)] = 256 * MIB
     dead_max_age: Annotated[float, Meta(description="Seconds that dead letters are kept.", ge=0)] = 30 * DAY
 
