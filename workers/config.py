@@ -205,7 +205,7 @@ class WorkerSettings(_Section, frozen=True, kw_only=True):
     ] = False
     metrics_port: Annotated[
         Annotated[int, Meta(ge=0, le=65535)] | None,
-        Meta(description="Port to serve Prometheus metrics on; 0: a free one; default: none."),
+        Meta(description="HTTP port of metrics and health checks; 0: a free one; default: none."),
     ] = None
     metrics_host: Annotated[str, Meta(description="Address to serve them on.")] = "0.0.0.0"  # noqa: S104
     pod: Annotated[
