@@ -208,6 +208,10 @@ class WorkerSettings(_Section, frozen=True, kw_only=True):
         Meta(description="HTTP port of metrics and health checks; 0: a free one; default: none."),
     ] = None
     metrics_host: Annotated[str, Meta(description="Address to serve them on.")] = "0.0.0.0"  # noqa: S104
+    pod: Annotated[
+        Annotated[str, Meta(pattern="^[a-z0-9][-a-z0-9.]{0,252}$")] | None,
+        Meta(description="Kubernetes pod of this worker; its deletion cost follows the busy slots."),
+    ] = None
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Unknown classes, and reply prefixes that are none."""

@@ -42,7 +42,7 @@ from inferbus.workers.jobs.observer import Observer
 from inferbus.workers.observe import endpoint, logs, metrics
 from inferbus.workers.observe.health import Health
 from inferbus.workers.observe.metrics import Metrics
-from inferbus.workers.roles import description, wiring
+from inferbus.workers.roles import description, pod, wiring
 from inferbus.workers.roles.budget import budget
 from inferbus.workers.roles.description import Description
 from inferbus.workers.roles.signals import StopSignals, restored
@@ -165,7 +165,10 @@ class _Worker:
             self._signals.catch()
             replies = wiring.job_settings(self._settings, bus.subjects).replies
             # Before it takes anything: a server that does not answer for a moment fails this start.
-            async with description.service(bus, described, program, replies=replies):
+            async with (
+                description.service(bus, described, program, replies=replies),
+                pod.marked(settings.pod, lambda: admission.busy),
+            ):
                 await program.start()
                 await registry.announce("ready")
                 log.info("worker.ready", model=info.model, slots=admission.budget.slots, engine=info.name)
