@@ -206,9 +206,13 @@ class WorkerSettings(_Section, frozen=True, kw_only=True):
     ] = False
     metrics_port: Annotated[
         Annotated[int, Meta(ge=0, le=65535)] | None,
-        Meta(description="Port to serve Prometheus metrics on; 0: a free one; default: none."),
+        Meta(description="HTTP port of metrics and health checks; 0: a free one; default: none."),
     ] = None
     metrics_host: Annotated[str, Meta(description="Address to serve them on.")] = "0.0.0.0"  # noqa: S104
+    pod: Annotated[
+        Annotated[str, Meta(pattern="^[a-z0-9][-a-z0-9.]{0,252}$")] | None,
+        Meta(description="Kubernetes pod of this worker; its deletion cost follows the busy slots."),
+    ] = None
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Unknown classes, and reply prefixes that are none."""
@@ -268,6 +272,9 @@ class StreamSettings(_Section, frozen=True, kw_only=True):
     objects_max_bytes: Annotated[
         int, Meta(description="Room for bodies that are too large for one message.", ge=MIB)
     ] = 1024 * MIB
+    files_max_bytes: Annotated[int, Meta(description="Room for the files of shared batches.", ge=MIB)] = (
+        1024 * MIB
+    )
     dead_max_bytes: Annotated[int, Meta(description="Room for dead letters.", ge=MIB)] = 256 * MIB
     dead_max_age: Annotated[float, Meta(description="Seconds that dead letters are kept.", ge=0)] = 30 * DAY
 
