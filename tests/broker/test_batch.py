@@ -96,7 +96,8 @@ async def test_a_row_that_kills_its_worker_becomes_its_error_line_and_no_other_d
 async def restarted(workers: Fleet, script: str, **settings: Any) -> None:
     """Keeps one worker running."""
     while True:
-        child = await workers.start("both", script, **settings)
+        # Not waited for until it is ready: it may be killed by its first job before anybody has noticed.
+        child = await workers.start("both", script, ready=False, **settings)
         await child.wait()
 
 
