@@ -227,13 +227,16 @@ async def test_a_command_that_waits_says_when_the_last_worker_goes_and_when_one_
 
         return told
 
-    async with Client.connect(server.url) as client, waiting.telling_of_workers(client, "late"):
+    async with (
+        Client.connect(server.url) as client,
+        waiting.telling_of_workers(client, "late", waiting="the batch"),
+    ):
         await eventually(lines(1))
         announce(found.bus, late)
         await eventually(lines(2))
         withdraw(found.bus, late)
         await eventually(lines(3))
-    none = "inferbus: warning: the job waits: no worker serves the model 'late'; served are: scripted"
+    none = "inferbus: warning: the batch waits: no worker serves the model 'late'; served are: scripted"
     assert said == [none, "inferbus: a worker serves the model 'late' now", none]
 
 

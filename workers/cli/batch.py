@@ -36,6 +36,7 @@ from inferbus.workers.cli.running import (
 )
 from inferbus.workers.cli.tables import moment, print_table
 from inferbus.workers.cli.text import print_json
+from inferbus.workers.cli.waiting import telling_of_workers
 from inferbus.workers.client import Client
 from inferbus.workers.config import options as settings
 
@@ -225,15 +226,17 @@ def wait_for(batch_id: str, as_json: bool, **options: Any) -> int:
 
     async def work(client: Client) -> int:
         batches, told = Batches(client.bus, client.owner), False
-        while True:
-            record = (await batches.get(batch_id)).record
-            if record.status in ENDED:
-                _show(record, as_json=as_json)
-                return _code(record)
-            if not told and (record.holder is None or record.holder.gone):
-                told = True
-                warn(f"no process runs this batch; `inferbus batch resume {batch_id}` does")
-            await asyncio.sleep(POLL)
+        record = (await batches.get(batch_id)).record
+        model = None if record.status in ENDED else record.model
+        async with telling_of_workers(client, model, waiting="the batch"):
+            while record.status not in ENDED:
+                if not told and (record.holder is None or record.holder.gone):
+                    told = True
+                    warn(f"no process runs this batch; `inferbus batch resume {batch_id}` does")
+                await asyncio.sleep(POLL)
+                record = (await batches.get(batch_id)).record
+        _show(record, as_json=as_json)
+        return _code(record)
 
     return with_client(options, work)
 
@@ -312,7 +315,8 @@ async def _run(client: Client, begun: Begun, *, as_json: bool) -> int:
         click.echo(f"{record.id}: {record.source.lines} lines to {record.output}", err=True)
     with _progress(as_json=as_json) as report:
         try:
-            record = await run(client, begun, report=report)
+            async with telling_of_workers(client, record.model, waiting="the batch"):
+                record = await run(client, begun, report=report)
         except asyncio.CancelledError:
             click.echo("inferbus: stopped; the same command goes on", err=True)
             raise

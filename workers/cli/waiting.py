@@ -17,18 +17,21 @@ LOOK_EVERY: Final = 3.0
 
 
 @contextlib.asynccontextmanager
-async def telling_of_workers(client: Client, model: str | None) -> AsyncIterator[None]:
+async def telling_of_workers(
+    client: Client, model: str | None, *, waiting: str = "the job"
+) -> AsyncIterator[None]:
     """While the block runs, says when no worker serves a model, and when one does again.
 
     Args:
         client: Connected.
         model: Its name; None where there is nothing to wait for.
+        waiting: What waits for a worker.
     """
     if model is None:
         yield
         return
-    served = await _look(client, model, True)
-    following = asyncio.create_task(_follow(client, model, served))
+    served = await _look(client, model, waiting, served=True)
+    following = asyncio.create_task(_follow(client, model, waiting, served))
     try:
         yield
     finally:
@@ -36,13 +39,13 @@ async def telling_of_workers(client: Client, model: str | None) -> AsyncIterator
         await asyncio.gather(following, return_exceptions=True)
 
 
-async def _follow(client: Client, model: str, served: bool) -> None:
+async def _follow(client: Client, model: str, waiting: str, served: bool) -> None:
     while True:
         await asyncio.sleep(LOOK_EVERY)
-        served = await _look(client, model, served)
+        served = await _look(client, model, waiting, served=served)
 
 
-async def _look(client: Client, model: str, served: bool) -> bool:
+async def _look(client: Client, model: str, waiting: str, *, served: bool) -> bool:
     """Whether the model is served; says so if it was otherwise before."""
     try:
         models = await client.models()
@@ -51,5 +54,5 @@ async def _look(client: Client, model: str, served: bool) -> bool:
     if model in models and not served:
         note(f"a worker serves the model {model!r} now")
     elif model not in models and served:
-        warn(f"the job waits: {unserved(model, models)}")
+        warn(f"{waiting} waits: {unserved(model, models)}")
     return model in models
