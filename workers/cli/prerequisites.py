@@ -5,12 +5,9 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterable
-from typing import Final
 
 from inferbus.workers.cli.running import CommandFailed
-
-SGLANG_PYTHONS: Final = ((3, 11), (3, 12))
-"""Python versions that SGLang and its packages are released for."""
+from inferbus.workers.engine import SGLANG_PYTHONS
 
 
 def check_worker(*, scripted: bool) -> None:
