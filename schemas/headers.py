@@ -15,7 +15,8 @@ from inferbus.schemas.errors import InvalidRequest
 Status = Literal["ok", "error", "cancelled", "expired"]
 """How a reply subject ended."""
 
-Readable = Literal["chunks", "submissions"]
+Readable = Literal["chunks", "submissions", "jobs", "batches"]
+Removable = Literal["result", "files"]
 """What a caller may read of its own jobs through a worker: a job's stored chunks, or which of its submissions
 are queued."""
 
@@ -64,6 +65,9 @@ BEGUN: Final = "Infer-Begun"
 
 READ: Final = "Infer-Read"
 """On a request to `infer.read.<owner>.<job>`: see `Readable`."""
+
+REMOVE: Final = "Infer-Remove"
+"""On a request to `infer.remove.<owner>.<name>`: see `Removable`."""
 
 FROM: Final = "Infer-From"
 """On that request: the stream sequence to begin at."""

@@ -161,6 +161,10 @@ class Subjects(msgspec.Struct, frozen=True):
         """A request for what is stored of a job; a worker answers it."""
         return f"{self.prefix}.read.{escape(owner)}.{escape(job)}"
 
+    def remove(self, owner: str, name: str) -> str:
+        """A request to remove what is stored of a job or batch; a worker answers it."""
+        return f"{self.prefix}.remove.{escape(owner)}.{escape(name)}"
+
     def stream(self, owner: str, job: str) -> str:
         """The chunks of a durable job."""
         return f"{self.prefix}.stream.{escape(owner)}.{escape(job)}"
@@ -196,7 +200,17 @@ class Subjects(msgspec.Struct, frozen=True):
     def all(
         self,
         family: Literal[
-            "jobs", "stream", "results", "attempts", "cancel", "alive", "read", "dead", "objects", "files"
+            "jobs",
+            "stream",
+            "results",
+            "attempts",
+            "cancel",
+            "alive",
+            "read",
+            "remove",
+            "dead",
+            "objects",
+            "files",
         ],
     ) -> str:
         """Filter: everything of one family."""
@@ -248,7 +262,7 @@ class Subjects(msgspec.Struct, frozen=True):
             return UNKNOWN
 
     def parse_key(
-        self, subject: str, family: Literal["stream", "results", "cancel", "alive", "read"]
+        self, subject: str, family: Literal["stream", "results", "cancel", "alive", "read", "remove"]
     ) -> JobKey:
         """The owner and job in a subject of one of these families.
 

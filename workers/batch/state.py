@@ -14,15 +14,17 @@ import msgspec
 
 from inferbus.schemas import codec
 from inferbus.schemas.errors import BusUnavailable, CallerError
-from inferbus.schemas.subjects import Kind, escape
+from inferbus.schemas.subjects import Kind
 from inferbus.workers.batch.counts import Counts, Usage
 from inferbus.workers.batch.errors import BatchHeld, BatchNotFound
 from inferbus.workers.batch.lines import Problem
 from inferbus.workers.bus.connection.bus import Bus
-from inferbus.workers.bus.errors import NOT_FOUND, ApiError
+from inferbus.workers.bus.errors import NOT_FOUND, ApiError, NotPermitted
 from inferbus.workers.bus.interface import Stored
 from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
+from inferbus.workers.bus.jetstream.removal import Removal
+from inferbus.workers.client import reads
 
 Status = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
@@ -239,6 +241,8 @@ class Batches:
         """Every batch of this owner, the newest first."""
         try:
             stored = await self._jetstream.read(layout.BATCHES, self._subject("*"))
+        except NotPermitted:
+            stored = await reads.through_a_worker(self._bus, "batches", self._owner, "batches")
         except ApiError as error:
             if error.status != NOT_FOUND:
                 raise
@@ -283,7 +287,7 @@ class Batches:
 
     async def remove_files(self, batch: str) -> None:
         """Removes what a batch has on the server besides its record; see `copies`."""
-        await self._jetstream.purge(layout.FILES, self._bus.subjects.files_of(self._owner, batch))
+        await Removal(self._bus, self._owner).remove(batch, "files")
 
     async def _last(self, batch: str, key: str) -> Stored | None:
         try:
@@ -294,8 +298,7 @@ class Batches:
             raise BusUnavailable(f"no stream {layout.BATCHES}: has a worker been started?") from None
 
     def _subject(self, batch: str, key: str = "state") -> str:
-        named = batch if batch == "*" else escape(batch)
-        return layout.key(self._bus.subjects, layout.BATCHES, f"{escape(self._owner)}.{named}.{key}")
+        return layout.batch_key(self._bus.subjects, self._owner, batch, key)
 
 
 def _kept(stored: Stored | None) -> Kept | None:

@@ -41,6 +41,8 @@ from inferbus.workers.bus.interface import Stored
 from inferbus.workers.bus.jetstream import browse, layout
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.bus.jetstream.objects import Objects
+from inferbus.workers.bus.jetstream.removal import Removal
+from inferbus.workers.client import reads
 from inferbus.workers.client.client import Client
 from inferbus.workers.client.jobs import Job, message_id, publish_cancel, publish_job
 from inferbus.workers.client.requests import encode_body, request_body
@@ -131,6 +133,7 @@ class Submitter:
         self._bus = client.bus
         self._jetstream = JetStream(client.bus)
         self._batches = Batches(client.bus, client.owner)
+        self._removal = Removal(client.bus, client.owner)
         self._sequence, self._found = kept.sequence, kept
         self._report = report
         self._on_written = written
@@ -536,14 +539,9 @@ class Submitter:
 
     async def _forget(self) -> None:
         """Removes the results of jobs whose lines are written."""
-        subjects, owner = self._bus.subjects, self.record.owner
         names = list(self._forgettable)
-
-        async def forget(name: str) -> None:
-            await self._jetstream.purge(layout.RESULTS, subjects.result(owner, name))
-
         try:
-            await _bounded(forget(name) for name in names)
+            await _bounded(self._removal.remove(name, "result") for name in names)
         except NotPermitted as error:
             # They stay until they are too old.
             log.warning("batch.results_not_removed", reason=error.message, count=len(names))
@@ -601,7 +599,7 @@ class Submitter:
 
     async def _look(self, name: str, job: Open) -> None:
         data = await self._result(name)
-        if data is None and (job.silence <= 2 * SILENCE or await self._queued(job)):
+        if data is None and (job.silence <= 2 * SILENCE or await self._queued(name, job)):
             return
         # It may have ended between the two looks.
         data = data or await self._result(name)
@@ -617,12 +615,14 @@ class Submitter:
         apart = parse_object(stored.headers)
         return stored.data if apart is None else await Objects(self._bus).fetch(self.record.owner, apart)
 
-    async def _queued(self, job: Open) -> bool:
-        """Whether the server still has a job; also where that may not be asked."""
+    async def _queued(self, name: str, job: Open) -> bool:
+        """Whether the server still has a job; also where that cannot be told."""
         assert job.submission is not None
         try:
             return await self._jetstream.get(layout.JOBS, {"seq": job.submission}) is not None
         except NotPermitted:
+            with contextlib.suppress(BusUnavailable):
+                return bool(await reads.submissions(self._bus, self.record.owner, name, job.submission))
             return True
         except ApiError as error:
             return error.status != 404
@@ -773,7 +773,8 @@ class Submitter:
                     if name.startswith(f"{record.id}-"):
                         found[name] = stored
         except NotPermitted:
-            log.warning("batch.queue_not_readable")
+            read = await reads.through_a_worker(self._bus, "jobs", record.owner, record.id, record.since)
+            found = {each.headers[headers.JOB_ID]: each for each in read}
         return found
 
     def _numbers(self, name: str, queued: Stored | None, result: bytes | None) -> list[int]:

@@ -104,6 +104,11 @@ def key(subjects: Subjects, stream: str, name: str) -> str:
     return f"$KV.{in_account(stream, subjects).removeprefix('KV_')}.{name}"
 
 
+def batch_key(subjects: Subjects, owner: str, batch: str, name: str = "state") -> str:
+    """The subject of a batch's record, or of another key of it; or a filter, by `*` for the batch."""
+    return key(subjects, BATCHES, f"{escape(owner)}.{batch if batch == '*' else escape(batch)}.{name}")
+
+
 def new_stream(config: dict[str, Any], subjects: Subjects) -> dict[str, Any]:
     """What a stream is made with where it is not there: more than one that is there is compared with.
 
