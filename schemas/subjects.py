@@ -181,6 +181,14 @@ class Subjects(msgspec.Struct, frozen=True):
         """A part of a body that is too large for one message, counted from 0; or a filter, by `*`."""
         return f"{self.prefix}.objects.{escape(owner)}.{escape(object_id)}.{part}"
 
+    def file(self, owner: str, batch: str, name: str, offset: int) -> str:
+        """A segment of a file of a shared batch."""
+        return f"{self.prefix}.files.{escape(owner)}.{escape(batch)}.{escape(name)}.{offset}"
+
+    def files_of(self, owner: str, batch: str) -> str:
+        """Filter: all files of a batch."""
+        return f"{self.prefix}.files.{escape(owner)}.{escape(batch)}.>"
+
     def dead(self, model: str, kind: AnyKind) -> str:
         """A job that will not be tried again."""
         return f"{self.prefix}.dead.{escape(model)}.{UNKNOWN if kind == UNKNOWN else _kind(kind)}"
@@ -188,7 +196,7 @@ class Subjects(msgspec.Struct, frozen=True):
     def all(
         self,
         family: Literal[
-            "jobs", "stream", "results", "attempts", "cancel", "alive", "read", "dead", "objects"
+            "jobs", "stream", "results", "attempts", "cancel", "alive", "read", "dead", "objects", "files"
         ],
     ) -> str:
         """Filter: everything of one family."""

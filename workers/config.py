@@ -126,7 +126,8 @@ class BusSettings(_Section, frozen=True, kw_only=True):
             if not _is_nats_url(url):
                 yield (
                     "urls",
-                    f"must be a nats://, tls://, ws:// or wss:// URL, not {hide_userinfo(url)!r}",
+                    "must be a nats://, tls://, ws:// or wss:// URL without a query, "
+                    f"not {hide_userinfo(url).partition('?')[0]!r}",
                 )
         ways = [name for name in ("creds", "nkey", "user", "token") if getattr(self, name) is not None]
         if len(ways) > 1:
@@ -272,6 +273,9 @@ class StreamSettings(_Section, frozen=True, kw_only=True):
     objects_max_bytes: Annotated[
         int, Meta(description="Room for bodies that are too large for one message.", ge=MIB)
     ] = 1024 * MIB
+    files_max_bytes: Annotated[int, Meta(description="Room for the files of shared batches.", ge=MIB)] = (
+        1024 * MIB
+    )
     dead_max_bytes: Annotated[int, Meta(description="Room for dead letters.", ge=MIB)] = 256 * MIB
     dead_max_age: Annotated[float, Meta(description="Seconds that dead letters are kept.", ge=0)] = 30 * DAY
 
@@ -427,7 +431,9 @@ def _service_problem(option: Option, value: str) -> str:
 def _is_nats_url(url: str) -> bool:
     try:
         parts = urlsplit(url if "://" in url else f"nats://{url}")
-        return parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0
+        # A password in a query would not be one, and would be shown.
+        usable = bool(parts.hostname) and parts.port != 0 and not parts.query
+        return parts.scheme in _SCHEMES and usable
     except ValueError:
         return False
 

@@ -74,7 +74,7 @@ async def test_nothing_is_found_where_a_pair_serves(
         findings = await examine(Settings(bus=BusSettings(urls=(server.url,))))
         assert {each.level for each in findings} == {"ok"}, findings
         assert named(findings, f"model {MODEL}").found == "1 prefill, 1 decode"
-        assert named(findings, "streams").found == "7 streams as the settings ask"
+        assert named(findings, "streams").found == f"{len(layout.CONTRACT)} streams as the settings ask"
         assert await asyncio.to_thread(main, ["doctor", "--nats-url", server.url]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert f"ok    model {MODEL}: 1 prefill, 1 decode" in lines

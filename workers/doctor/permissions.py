@@ -124,13 +124,12 @@ def _client(subjects: Subjects, owner: str, job: str) -> Iterator[Need]:
 
 def _worker(subjects: Subjects, owner: str, job: str) -> Iterator[Need]:
     jobs, workers = (layout.in_account(each, subjects) for each in (layout.JOBS, layout.WORKERS))
-    bucket = layout.bucket(subjects)
     yield Need("make streams", f"{API}.STREAM.CREATE.{NOBODY}")
     yield Need("look at streams", f"{API}.STREAM.INFO.{NOBODY}")
     yield Need("make consumers", f"{API}.CONSUMER.CREATE.{jobs}.{NOBODY}")
     yield Need("take jobs", f"{API}.CONSUMER.MSG.NEXT.{jobs}.{NOBODY}")
     yield Need("acknowledge jobs", f"$JS.ACK.{jobs}.{NOBODY}")
-    yield Need("announce itself", f"$KV.{bucket}.{NOBODY}.{NOBODY}")
+    yield Need("announce itself", layout.key(subjects, layout.WORKERS, f"{NOBODY}.{NOBODY}"))
     yield Need("see workers", f"{API}.DIRECT.GET.{workers}")
     yield Need("store chunks", subjects.stream(owner, job))
     yield Need("store results", f"{subjects.prefix}.in.{job}.results.{NOBODY}.{NOBODY}")
@@ -141,7 +140,7 @@ def _worker(subjects: Subjects, owner: str, job: str) -> Iterator[Need]:
     yield Need("take hand-offs", subjects.prefill(NOBODY, NOBODY), subscribe=True)
     for family in ("cancel", "alive", "read"):
         yield Need(f"hear {family} requests", subjects.all(family), subscribe=True)
-    yield Need("see workers", f"$KV.{bucket}.>", subscribe=True)
+    yield Need("see workers", layout.key(subjects, layout.WORKERS, ">"), subscribe=True)
     yield Need("answer `nats micro`", f"$SRV.PING.{NOBODY}", subscribe=True)
 
 

@@ -151,6 +151,7 @@ class Deliveries:
 
         async def handle(job: HeldJob) -> None:
             bundle = HeldBundle(
+                self.broker,
                 self.runner,
                 self.cancels,
                 self.results,

@@ -16,7 +16,7 @@ from inferbus.schemas import codec
 from inferbus.schemas.errors import BusUnavailable, CallerError
 from inferbus.schemas.fleet import WorkerInfo
 from inferbus.schemas.subjects import escape
-from inferbus.workers.batch.state import ENDED, STREAM, Record
+from inferbus.workers.batch.state import ENDED, Record
 from inferbus.workers.bus.errors import NOT_FOUND, ApiError
 from inferbus.workers.bus.fleet.condition import examine
 from inferbus.workers.bus.fleet.services import PREFIX
@@ -32,8 +32,6 @@ ANSWER: Final = 0.5
 
 OLDEST_EVERY: Final = 10.0
 """Seconds between two looks at the oldest job of a queue: the server sends its body, too."""
-
-_BATCHES: Final = f"$KV.{STREAM.removeprefix('KV_')}.*.*.state"
 
 
 class Collector:
@@ -121,7 +119,9 @@ class Collector:
         return page[0].time.timestamp() if page else 0.0
 
     async def _batches(self, now: Snapshot) -> None:
-        for stored in await JetStream(self._bus).read(STREAM, _BATCHES):
+        for stored in await JetStream(self._bus).read(
+            layout.BATCHES, layout.key(self._bus.subjects, layout.BATCHES, "*.*.state")
+        ):
             try:
                 record = codec.decode(stored.data, Record)
             except CallerError:
