@@ -41,8 +41,15 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Manifest]]
     for name, scaling in OVERLAYS.items():
         components = [KUBERNETES / "components" / each for each in (scaling, "deletion-cost")]
         folder = tmp_path_factory.mktemp(name)
+        own = ["INFERBUS_SERVED_MODEL=my-model", "NATS_MONITOR=nats-headless.llm:8222"]
         overlays = [KUBERNETES / "overlays" / name]
-        found[f"{name} in full"] = combined(folder, overlays, components, namespace="llm")
+        found[f"{name} in full"] = combined(
+            folder,
+            overlays,
+            components,
+            namespace="llm",
+            configMapGenerator=[{"name": "inferbus", "behavior": "merge", "literals": own}],
+        )
     return found
 
 
@@ -266,6 +273,7 @@ def test_workers_are_scaled_by_the_lag_of_both_consumers_of_their_model(
         for job_class in CLASSES:
             metadata = triggers[job_class]["metadata"]
             assert metadata["stream"] == layout.JOBS
+            assert metadata["natsServerMonitoringEndpoint"] == settings(built[name])["NATS_MONITOR"]
             assert metadata["consumer"] == layout.durable(model, job_class)
         # The formula names every trigger, and no other.
         formula = manifest["spec"]["advanced"]["scalingModifiers"]["formula"]
