@@ -49,6 +49,7 @@ OTHER_VARIABLES: Final = frozenset(
         "OWNER",
         "STAND_IN",
         "TEST_ENGINES",
+        "TEST_NATS_IMAGE",
     )
 )
 """Variables that are no settings: of the command line, the demo model, and the tests."""

@@ -41,8 +41,15 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Manifest]]
     for name, scaling in OVERLAYS.items():
         components = [KUBERNETES / "components" / each for each in (scaling, "deletion-cost")]
         folder = tmp_path_factory.mktemp(name)
+        own = ["INFERBUS_SERVED_MODEL=my-model", "NATS_MONITOR=nats-headless.llm:8222"]
         overlays = [KUBERNETES / "overlays" / name]
-        found[f"{name} in full"] = combined(folder, overlays, components, namespace="llm")
+        found[f"{name} in full"] = combined(
+            folder,
+            overlays,
+            components,
+            namespace="llm",
+            configMapGenerator=[{"name": "inferbus", "behavior": "merge", "literals": own}],
+        )
     return found
 
 
@@ -266,6 +273,7 @@ def test_workers_are_scaled_by_the_lag_of_both_consumers_of_their_model(
         for job_class in CLASSES:
             metadata = triggers[job_class]["metadata"]
             assert metadata["stream"] == layout.JOBS
+            assert metadata["natsServerMonitoringEndpoint"] == settings(built[name])["NATS_MONITOR"]
             assert metadata["consumer"] == layout.durable(model, job_class)
         # The formula names every trigger, and no other.
         formula = manifest["spec"]["advanced"]["scalingModifiers"]["formula"]
@@ -292,8 +300,10 @@ def test_no_worker_is_taken_away_while_it_loads_its_model(
     built: dict[str, list[Manifest]], name: str
 ) -> None:
     for manifest in of_kind(built[name], "ScaledObject"):
-        assert manifest["spec"]["cooldownPeriod"] >= 1800
         assert manifest["spec"]["initialCooldownPeriod"] >= 1800
+        # Prefill is not idle before decode is gone.
+        kept = "decodes" in manifest["spec"]["advanced"]["scalingModifiers"]["formula"]
+        assert kept or manifest["spec"]["cooldownPeriod"] >= 1800
         # An error of a trigger, such as a consumer that is not there, changes nothing then.
         assert "fallback" not in manifest["spec"]
 
