@@ -208,6 +208,9 @@ class WorkerSettings(_Section, frozen=True, kw_only=True):
         Meta(description="HTTP port of metrics and health checks; 0: a free one; default: none."),
     ] = None
     metrics_host: Annotated[str, Meta(description="Address to serve them on.")] = "0.0.0.0"  # noqa: S104
+    tracing: Annotated[
+        bool, Meta(description="Export OpenTelemetry traces; OTEL_… variables say where to.")
+    ] = False
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Unknown classes, and reply prefixes that are none."""

@@ -10,11 +10,12 @@ from inferbus.workers.cli.running import CommandFailed
 from inferbus.workers.engine import SGLANG_PYTHONS
 
 
-def check_worker(*, scripted: bool) -> None:
+def check_worker(*, scripted: bool, tracing: bool = False) -> None:
     """Checks that workers can run here.
 
     Args:
         scripted: Whether they replay a script instead of running SGLang.
+        tracing: Whether they export traces.
 
     Raises:
         CommandFailed: They cannot; says what to do.
@@ -22,6 +23,8 @@ def check_worker(*, scripted: bool) -> None:
     if sys.platform != "linux":
         raise CommandFailed("workers run on Linux only; the client and the other commands run here too")
     require("prometheus_client", "uvloop", extra="worker")
+    if tracing:
+        require("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http", extra="tracing")
     if not scripted:
         if sys.version_info[:2] not in SGLANG_PYTHONS:
             versions = " or ".join(f"{major}.{minor}" for major, minor in SGLANG_PYTHONS)
@@ -60,5 +63,7 @@ def missing_message(modules: Iterable[str], *, extra: str) -> str:
 def _installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # The package that it would be in.
+        return False
     except ValueError:  # Imported already, without a specification.
         return True
