@@ -31,7 +31,10 @@ DEADLINE: Final = "Infer-Deadline"
 
 CONTENT_TYPE: Final = "Content-Type"
 TRACEPARENT: Final = "traceparent"
-"""W3C trace context: reserved, workers do not read it yet."""
+"""W3C trace context: the caller's span."""
+
+TRACESTATE: Final = "tracestate"
+"""W3C trace context: what vendors add to it."""
 
 STATUS: Final = "Infer-Status"
 """On the end mark and on results: see `Status`."""

@@ -214,6 +214,9 @@ class WorkerSettings(_Section, frozen=True, kw_only=True):
         Annotated[str, Meta(pattern="^[a-z0-9][-a-z0-9.]{0,252}$")] | None,
         Meta(description="Kubernetes pod of this worker; its deletion cost follows the busy slots."),
     ] = None
+    tracing: Annotated[
+        bool, Meta(description="Export OpenTelemetry traces; OTEL_… variables say where to.")
+    ] = False
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Unknown classes, and reply prefixes that are none."""

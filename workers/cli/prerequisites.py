@@ -13,17 +13,20 @@ from inferbus.workers.engine import SGLANG_PYTHONS
 _EVERY_WORKER: Final = ("prometheus_client", "uvloop")
 
 
-def check_worker(*, scripted: bool) -> None:
+def check_worker(*, scripted: bool, tracing: bool = False) -> None:
     """Checks that workers can run here.
 
     Args:
         scripted: Whether they replay a script instead of running SGLang.
+        tracing: Whether they export traces.
 
     Raises:
         CommandFailed: They cannot; says what to do.
     """
     if sys.platform != "linux":
         raise CommandFailed("workers run on Linux only; the client and the other commands run here too")
+    if tracing:
+        require("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http", extra="tracing")
     if scripted:
         require(*_EVERY_WORKER, extra="worker")
         return
@@ -65,5 +68,7 @@ def missing_message(modules: Iterable[str], *, extra: str) -> str:
 def _installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # The package that it would be in.
+        return False
     except ValueError:  # Imported already, without a specification.
         return True

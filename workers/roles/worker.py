@@ -28,6 +28,7 @@ import uvloop
 
 from inferbus.schemas.errors import BusUnavailable, InferbusError
 from inferbus.schemas.fleet import Role
+from inferbus.workers import tracing
 from inferbus.workers.admission import Admission
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.fleet.condition import examine
@@ -76,7 +77,10 @@ def run(
     level = "DEBUG" if settings.worker.verbose else "INFO"
     logs.configure(level=level, cache=True, worker=settings.worker.worker, role=role)
     # uvloop is what SGLang runs on as well, and takes a third off a chunk's way.
-    with restored(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    traces: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if settings.worker.tracing:
+        traces = tracing.exporting(service=f"inferbus-{role}", instance=settings.worker.worker)
+    with traces, restored(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_Worker(role, settings, engine_argv, scripted).main())
 
 
