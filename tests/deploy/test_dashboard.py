@@ -1,4 +1,4 @@
-"""Grafana's dashboard and Prometheus's alert rules: every query against a real Prometheus and real workers."""
+"""The dashboard of Grafana and the alert rules of Prometheus: each query against real workers."""
 
 from __future__ import annotations
 
