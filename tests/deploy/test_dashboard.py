@@ -1,4 +1,4 @@
-"""The dashboard of Grafana and the alert rules of Prometheus: each query against real workers."""
+"""Grafana's dashboard and Prometheus's alert rules: every query run against real ones."""
 
 from __future__ import annotations
 
