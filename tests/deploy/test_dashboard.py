@@ -108,9 +108,11 @@ async def test_every_query_of_the_dashboard_and_of_the_alerts_has_an_answer(tmp_
 
             async def answered(query: str, labels: Set[str] = frozenset()) -> bool:
                 series = await scraping.series(query)
-                return any(math.isfinite(value) and labels <= set(found) for found, value in series)
+                return any(math.isfinite(value) and labels <= set(has) for has, value in series)
 
-            await eventually(lambda: answered("inferbus_slots"), what="workers were scraped")
+            # A rate sees what happens after a worker's first scrape.
+            scraped = f"count(inferbus_slots) == {len(workers)}"
+            await eventually(lambda: answered(scraped), within=30, what="all workers were scraped")
             for _ in range(3):
                 await client.tokens(MODEL, [1, 2], max_tokens=4).answer()
                 await client.result(await client.submit("tokens", MODEL, {"token_ids": [1], "max_tokens": 2}))
@@ -127,4 +129,4 @@ async def test_every_query_of_the_dashboard_and_of_the_alerts_has_an_answer(tmp_
                 observed(rule["expr"]): set() for rule in rules() if not rule["expr"].startswith("absent")
             }
             for query, labels in asked.items():
-                await eventually(lambda q=query, of=labels: answered(q, of), what=query)
+                await eventually(lambda q=query, of=labels: answered(q, of), within=30, what=query)
