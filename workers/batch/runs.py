@@ -12,11 +12,13 @@ from typing import Final
 
 import msgspec
 
-from inferbus.schemas.errors import InvalidRequest
 from inferbus.workers.batch.errors import BatchChanged, BatchHeld, InvalidBatch
-from inferbus.workers.batch.lines import Expected, Problem, Validation, validate
+from inferbus.workers.batch.lines import Expected, Problem
+from inferbus.workers.batch.reading import COMPRESSIONS, FORMATS, stamp
 from inferbus.workers.batch.state import ENDED, Batches, Kept, Record, Source
 from inferbus.workers.batch.submitter import Report, Submitter
+from inferbus.workers.batch.template import Template
+from inferbus.workers.batch.validation import Validation, validate
 from inferbus.workers.client.client import Client
 
 SHOWN: Final = 20
@@ -34,6 +36,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         deadline: Seconds that a line may take from when it was submitted; None: no limit.
         skip_invalid: Lines that cannot be run become error lines; otherwise the batch does not begin.
         ordered: The finished output is in the order of the input.
+        template: What is made of the input's rows; None: they are lines of a batch file.
     """
 
     output: Path | None = None
@@ -43,6 +46,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float | None = None
     skip_invalid: bool = False
     ordered: bool = False
+    template: Template | None = None
 
 
 class Begun(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +114,11 @@ async def proceed(client: Client, batch: str, *, source: Path | None = None, ret
         await batches.forget_cancel(batch)
         record.status = "in_progress"
         found = msgspec.structs.replace(found, sequence=await batches.save(record, found.sequence))
-    options = Options(model=record.model if record.any_model else None, skip_invalid=record.skip_invalid)
+    options = Options(
+        model=record.model if record.any_model else None,
+        skip_invalid=record.skip_invalid,
+        template=record.source.template,
+    )
     return await _again(batches, found, source or Path(record.source.path), options)
 
 
@@ -132,10 +140,10 @@ async def _new(
     client: Client, batches: Batches, source: Path, output: Path, errors: Path, options: Options
 ) -> Begun:
     expected = Expected(model=options.model, any_model=options.model is not None)
-    validation = await _validated(source, expected)
+    validation = await _validated(source, expected, options.template)
     kind, model = validation.expected.kind, validation.expected.model
     if validation.problems and (not options.skip_invalid or kind is None or model is None):
-        raise _invalid(source, validation)
+        raise _invalid(source, validation, options.template)
     assert kind is not None
     assert model is not None
     record = Record(
@@ -144,7 +152,7 @@ async def _new(
         kind=kind,
         model=model,
         any_model=options.model is not None,
-        source=_source(source, validation),
+        source=_source(source, validation, options.template),
         output=str(output),
         errors=str(errors),
         window=options.window,
@@ -171,18 +179,20 @@ async def _again(batches: Batches, found: Kept, source: Path, options: Options) 
             f"lines; put it there, or begin anew after `inferbus batch rm {record.id}`"
         )
     known, duplicates = record.source, frozenset[int]()
-    if known.duplicates or _changed(source, known):
+    template = options.template
+    if known.duplicates or template != known.template or stamp(source) != (known.size, known.modified):
         expected = Expected(kind=record.kind, model=record.model, any_model=record.any_model)
-        validation = await _validated(source, expected, earlier=known.lines)
+        validation = await _validated(source, expected, template, earlier=known.lines)
         if validation.earlier != known.digest:
+            mapped = ", or the mapping makes others of them" if template or known.template else ""
             raise BatchChanged(
-                f"{source} is not the file of batch {record.id}: its first {known.lines} lines have changed; "
-                "use another --output for another batch"
+                f"{source} is not the file of batch {record.id}: its first {known.lines} lines have changed"
+                f"{mapped}; use another --output for another batch"
             )
         if validation.problems and not record.skip_invalid:
-            raise _invalid(source, validation)
+            raise _invalid(source, validation, template)
         duplicates = frozenset(validation.duplicates)
-        record.source = _source(source, validation)
+        record.source = _source(source, validation, template)
     elif str(source) != known.path:
         record.source = msgspec.structs.replace(known, path=str(source))
     if record.status in ENDED:
@@ -201,20 +211,10 @@ async def _forgotten(batches: Batches, found: Kept) -> Kept | None:
     return None
 
 
-def _changed(source: Path, known: Source) -> bool:
-    """Whether a file is perhaps not as it was."""
-    try:
-        stat = source.stat()
-    except OSError as error:
-        raise InvalidRequest(f"{source}: {error.strerror}") from None
-    return (stat.st_size, stat.st_mtime_ns) != (known.size, known.modified)
-
-
-async def _validated(source: Path, expected: Expected, *, earlier: int = 0) -> Validation:
-    try:
-        return await asyncio.to_thread(validate, source, expected, earlier=earlier)
-    except (OSError, EOFError) as error:
-        raise InvalidRequest(f"{source}: {error}") from None
+async def _validated(
+    source: Path, expected: Expected, template: Template | None, *, earlier: int = 0
+) -> Validation:
+    return await asyncio.to_thread(validate, source, expected, template=template, earlier=earlier)
 
 
 def _files_exist(record: Record) -> bool:
@@ -222,27 +222,29 @@ def _files_exist(record: Record) -> bool:
     return any(path.exists() or path.with_name(f"{path.name}.partial").exists() for path in paths)
 
 
-def _source(path: Path, validation: Validation) -> Source:
-    stat = path.stat()
+def _source(path: Path, validation: Validation, template: Template | None) -> Source:
+    size, modified = stamp(path)
     return Source(
         path=str(path),
-        size=stat.st_size,
-        modified=stat.st_mtime_ns,
+        size=size,
+        modified=modified,
         lines=validation.total,
         digest=validation.digest,
         duplicates=bool(validation.duplicates),
+        template=template,
     )
 
 
-def _invalid(source: Path, validation: Validation) -> InvalidBatch:
+def _invalid(source: Path, validation: Validation, template: Template | None) -> InvalidBatch:
     count = max(validation.invalid, len(validation.problems))
-    shown = "; ".join(map(_shown, validation.problems[:SHOWN]))
+    each = "line" if template is None else "row"
+    shown = "; ".join(_shown(problem, each) for problem in validation.problems[:SHOWN])
     more = f"; and {count - SHOWN} more" if count > SHOWN else ""
     return InvalidBatch(f"{source}: nothing was submitted: {shown}{more}")
 
 
-def _shown(problem: Problem) -> str:
-    where = "" if problem.line is None else f"line {problem.line}: "
+def _shown(problem: Problem, each: str) -> str:
+    where = "" if problem.line is None else f"{each} {problem.line}: "
     return f"{where}{problem.code}: {problem.message}"
 
 
@@ -254,7 +256,7 @@ def _paths(source: Path, options: Options) -> tuple[Path, Path, Path]:
 
 def _beside(path: Path, what: str) -> Path:
     name = path.name
-    for suffix in (".gz", ".zst", ".jsonl", ".json", ".output"):
+    for suffix in (*COMPRESSIONS, *FORMATS, ".output"):
         name = name.removesuffix(suffix)
     return path.with_name(f"{name}.{what}.jsonl")
 

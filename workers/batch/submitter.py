@@ -31,8 +31,9 @@ from inferbus.schemas.objects import parse_object
 from inferbus.workers.batch import bundling
 from inferbus.workers.batch.bundling import Backlog, Pace
 from inferbus.workers.batch.errors import BatchHeld
-from inferbus.workers.batch.lines import Expected, Line, Problem, Unusable, numbered, opened, parse
+from inferbus.workers.batch.lines import Expected, Line, Problem, Unusable, parse
 from inferbus.workers.batch.output import Output, answer_line, error_line
+from inferbus.workers.batch.reading import numbered
 from inferbus.workers.batch.state import Batches, Holder, Kept, Record, Status
 from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.bus.errors import ApiError, NotPermitted
@@ -279,23 +280,26 @@ class Submitter:
         record = self.record
         expected = Expected(kind=record.kind, model=record.model, any_model=record.any_model)
         left = record.source.lines
-        with opened(Path(record.source.path)) as file:
-            for number, data in numbered(file):
-                if not left:
-                    return
-                left -= 1
-                if number in self._output.done:
-                    continue
-                try:
-                    line = parse(number, data)
-                    expected.check(line)
-                    if number in self._duplicates:
-                        problem = Problem(code="duplicate_custom_id", message="an earlier line has this id")
-                        raise Unusable(problem, line.custom_id)
-                except Unusable as error:
-                    self._fail(number, error.custom_id, None, _as_error(error.problem))
-                    continue
-                yield line
+        done = self._output.done
+        for number, data in numbered(
+            Path(record.source.path), record.source.template, done=done.__contains__
+        ):
+            if not left:
+                return
+            left -= 1
+            if number in done:
+                continue
+            try:
+                line = parse(number, data)
+                expected.check(line)
+                if number in self._duplicates:
+                    problem = Problem(code="duplicate_custom_id", message="an earlier line has this id")
+                    raise Unusable(problem, line.custom_id)
+            except Unusable as error:
+                self._fail(number, error.custom_id, None, _as_error(error.problem))
+                continue
+            # A copy of the body: as it is, it keeps the whole line.
+            yield msgspec.structs.replace(line, body=msgspec.Raw(bytes(line.body)))
 
     async def _submit(self, backlog: Backlog, submitting: set[asyncio.Task[None]]) -> None:
         """Submits as much as the window has room for."""
