@@ -214,7 +214,7 @@ class AnswerStream(abc.ABC, Generic[E]):
 
 
 def text(event: Event, *, index: int = 0) -> str:
-    """The text that a chunk adds to one choice; empty for token chunks and for `Restarted`."""
+    """The text that a chunk adds to a choice, or that a whole answer has; empty for token ids."""
     if not isinstance(event, dict):
         return ""
     return "".join(_text(choice) for choice in event["choices"] if choice.get("index", 0) == index)
@@ -227,8 +227,8 @@ def _call_on_loop(loop: asyncio.AbstractEventLoop, release: Callable[[], None]) 
 
 
 def _text(choice: dict[str, Any]) -> str:
-    delta = choice.get("delta") or choice
-    return delta.get("content") or delta.get("text") or ""
+    said = choice.get("delta") or choice.get("message") or choice
+    return said.get("content") or said.get("text") or ""
 
 
 def _has_tokens(event: Event) -> bool:
