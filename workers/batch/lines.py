@@ -61,6 +61,7 @@ class _Fields(msgspec.Struct, gc=False):
     method: Any = "POST"
     url: Any = None
     body: msgspec.Raw = msgspec.Raw(b"null")
+    inferbus_problem: Problem | None = None
 
 
 class _Body(msgspec.Struct, gc=False):
@@ -85,20 +86,25 @@ class Unusable(Exception):
         self.custom_id = custom_id
 
 
-def parse(number: int, data: bytes | Unusable) -> Line:
+def problem_line(problem: Problem, custom_id: str | None) -> bytes:
+    """A line that says why it is no request, for a row of which none can be made; `parse` raises that."""
+    return msgspec.json.encode({"custom_id": custom_id, "inferbus_problem": problem})
+
+
+def parse(number: int, data: bytes) -> Line:
     """A line, checked as far as that goes without a worker.
 
     Raises:
         Unusable: Says why.
     """
-    if isinstance(data, Unusable):
-        raise data
     try:
         fields = _fields.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         message = "the line is not a JSON object"
         raise Unusable(Problem(code="invalid_json_line", message=message, line=number)) from None
     custom_id = fields.custom_id
+    if (found := fields.inferbus_problem) is not None:
+        raise _unusable(number, fields, found.code, found.message, found.param)
     if not isinstance(custom_id, str) or not custom_id:
         raise _unusable(number, fields, "missing_required_parameter", "custom_id must be a text", "custom_id")
     if len(custom_id) > CUSTOM_ID_CHARS:
@@ -119,7 +125,7 @@ def parse(number: int, data: bytes | Unusable) -> Line:
     return Line(number=number, custom_id=custom_id, kind=kind, model=model or None, body=fields.body)
 
 
-def _unusable(number: int, fields: _Fields, code: str, message: str, param: str) -> Unusable:
+def _unusable(number: int, fields: _Fields, code: str, message: str, param: str | None) -> Unusable:
     named = fields.custom_id if isinstance(fields.custom_id, str) else None
     return Unusable(Problem(code=code, message=message, line=number, param=param), named)
 

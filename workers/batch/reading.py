@@ -20,7 +20,7 @@ import msgspec
 
 from inferbus.schemas.errors import InvalidRequest
 from inferbus.workers.batch import tables
-from inferbus.workers.batch.lines import Problem, Unusable
+from inferbus.workers.batch.lines import Problem, problem_line
 from inferbus.workers.batch.template import Filling, Template
 
 Format = Literal["lines", "csv", "tsv", "arrow"]
@@ -43,12 +43,15 @@ FORMATS: Final[dict[str, Format]] = {
 
 COMPRESSIONS: Final = (".gz", ".zst")
 
+PIECE: Final = 512 * 1024
+"""Bytes of a batch file that are in memory at once."""
+
 _DELIMITERS: Final = {"csv": ",", "tsv": "\t"}
 
 
 def numbered(
     path: Path, template: Template | None = None, *, done: Callable[[int], bool] | None = None
-) -> Iterator[tuple[int, bytes | Unusable]]:
+) -> Iterator[tuple[int, bytes]]:
     """The lines of a batch file; with a template, those that it makes of a file's rows.
 
     Args:
@@ -60,7 +63,7 @@ def numbered(
         InvalidRequest: The file cannot be read, is damaged, has not the columns of the template, or is a
             table and there is no template.
     """
-    found = format_of(path)
+    found = format_of(path, template)
     try:
         if template is None:
             if found != "lines":
@@ -75,8 +78,40 @@ def numbered(
         raise InvalidRequest(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def format_of(path: Path) -> Format:
-    """What a file is.
+def batch_file(path: Path, template: Template | None, first: int = 0) -> Iterator[bytes]:
+    """What `numbered` reads as the bytes of a batch file, uncompressed, in pieces of half a megabyte.
+
+    Args:
+        path: A file, or the folder of a dataset.
+        template: What is made of a row; None: the rows are lines already.
+        first: Bytes that are left out.
+
+    Raises:
+        OSError, InvalidRequest: As `opened` and `numbered`.
+    """
+    if template is None:
+        with opened(path) as file:
+            file.seek(first)
+            while data := file.read(PIECE):
+                yield data
+        return
+    piece, last = bytearray(), 0
+    for number, line in numbered(path, template):
+        # Blank lines stand for those that it does not have, so that every line keeps its number.
+        piece += b"\n" * (number - last - 1) + line + b"\n"
+        last = number
+        if len(piece) - first >= PIECE:
+            yield bytes(piece[first:])
+            piece, first = bytearray(), 0
+        elif len(piece) <= first:
+            first -= len(piece)
+            piece = bytearray()
+    if len(piece) > first:
+        yield bytes(piece[first:])
+
+
+def format_of(path: Path, template: Template | None) -> Format:
+    """What a file is; without a template, one with another name is a batch file too.
 
     Raises:
         InvalidRequest: Nothing that can be read.
@@ -86,7 +121,7 @@ def format_of(path: Path) -> Format:
     name = path.name.lower()
     packed = name.endswith(COMPRESSIONS)
     suffix = Path(name).with_suffix("").suffix if packed else Path(name).suffix
-    found = FORMATS.get(suffix)
+    found = FORMATS.get(suffix, None if template else "lines")
     if found is None:
         known = ", ".join(filter(None, FORMATS))
         raise InvalidRequest(
@@ -103,7 +138,7 @@ def names(path: Path) -> list[str]:
     Raises:
         InvalidRequest: The file cannot be read, or is damaged.
     """
-    found = format_of(path)
+    found = format_of(path, None)
     try:
         if found == "arrow":
             return tables.arrow_names(path)
@@ -200,11 +235,11 @@ def _filled(
     filling: Filling,
     rows: Iterator[tuple[int, Sequence[Any] | tables.Unreadable]],
     done: Callable[[int], bool] | None,
-) -> Iterator[tuple[int, bytes | Unusable]]:
+) -> Iterator[tuple[int, bytes]]:
     for number, values in rows:
         if done is not None and done(number):
             yield number, b""
         elif isinstance(values, tables.Unreadable):
-            yield number, Unusable(Problem(code=values.code, message=values.message, line=number))
+            yield number, problem_line(Problem(code=values.code, message=values.message), None)
         else:
             yield number, filling.line(number, values)

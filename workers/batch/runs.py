@@ -133,15 +133,16 @@ async def proceed(
         skip_invalid=record.skip_invalid,
         template=record.source.template,
     )
+    filled = source is None and record.source.filled
     if source is None:
         source = Path(record.source.path)
         if record.shared and not await asyncio.to_thread(source.exists):
-            source = await _fetched(client, record)
-    return await _again(batches, found, source, options)
+            source, filled = await _fetched(client, record), options.template is not None
+    return await _again(batches, found, source, options, filled=filled)
 
 
 async def _fetched(client: Client, record: Record) -> Path:
-    """The input as the server has it, as a file beside the output."""
+    """The input as the server has it, as a batch file beside the output."""
     if record.input_copied != record.source.digest:
         raise BatchChanged(
             f"the input of batch {record.id} is not here, nor on the server as a whole: "
@@ -201,7 +202,9 @@ async def _new(
     return Begun(kept=kept, duplicates=frozenset(validation.duplicates))
 
 
-async def _again(batches: Batches, found: Kept, source: Path, options: Options) -> Begun:
+async def _again(
+    batches: Batches, found: Kept, source: Path, options: Options, *, filled: bool = False
+) -> Begun:
     record = found.record
     record.shared = record.shared or options.shared
     if options.model is not None and options.model != record.model:
@@ -214,9 +217,11 @@ async def _again(batches: Batches, found: Kept, source: Path, options: Options) 
         )
     known, duplicates = record.source, frozenset[int]()
     template = options.template
-    if known.duplicates or template != known.template or stamp(source) != (known.size, known.modified):
+    mapping = None if filled else template
+    read = (known.template, known.filled, known.size, known.modified)
+    if known.duplicates or (template, filled, *stamp(source)) != read:
         expected = Expected(kind=record.kind, model=record.model, any_model=record.any_model)
-        validation = await _validated(source, expected, template, earlier=known.lines)
+        validation = await _validated(source, expected, mapping, earlier=known.lines)
         if validation.earlier != known.digest:
             mapped = ", or the mapping makes others of them" if template or known.template else ""
             raise BatchChanged(
@@ -224,9 +229,9 @@ async def _again(batches: Batches, found: Kept, source: Path, options: Options) 
                 f"{mapped}; use another --output for another batch"
             )
         if validation.problems and not record.skip_invalid:
-            raise _invalid(source, validation, template)
+            raise _invalid(source, validation, mapping)
         duplicates = frozenset(validation.duplicates)
-        record.source = _source(source, validation, template)
+        record.source = _source(source, validation, template, filled=filled)
     elif str(source) != known.path:
         record.source = msgspec.structs.replace(known, path=str(source))
     if record.status in ENDED:
@@ -256,7 +261,7 @@ def _files_exist(record: Record) -> bool:
     return any(path.exists() or path.with_name(f"{path.name}.partial").exists() for path in paths)
 
 
-def _source(path: Path, validation: Validation, template: Template | None) -> Source:
+def _source(path: Path, validation: Validation, template: Template | None, *, filled: bool = False) -> Source:
     size, modified = stamp(path)
     return Source(
         path=str(path),
@@ -266,6 +271,7 @@ def _source(path: Path, validation: Validation, template: Template | None) -> So
         digest=validation.digest,
         duplicates=bool(validation.duplicates),
         template=template,
+        filled=filled,
     )
 
 

@@ -64,7 +64,8 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
         lines: That are not blank.
         digest: Of these.
         duplicates: Whether some repeat an id.
-        template: What is made of its rows; None: they are lines of a batch file.
+        template: What is made of the rows of a table; None: the batch began with a batch file.
+        filled: Whether the file has what the template makes, as another machine finds it on the server.
     """
 
     path: str
@@ -74,6 +75,12 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     duplicates: bool = False
     template: Template | None = None
+    filled: bool = False
+
+    @property
+    def mapping(self) -> Template | None:
+        """What is made of its rows; None: they are lines of a batch file."""
+        return None if self.filled else self.template
 
 
 class Record(msgspec.Struct, kw_only=True, omit_defaults=True):

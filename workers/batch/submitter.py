@@ -34,7 +34,7 @@ from inferbus.workers.batch.copies import SEGMENT, Copy, restore
 from inferbus.workers.batch.errors import BatchHeld
 from inferbus.workers.batch.lines import Expected, Line, Problem, Unusable, parse
 from inferbus.workers.batch.output import Output, answer_line, error_line
-from inferbus.workers.batch.reading import numbered
+from inferbus.workers.batch.reading import batch_file, numbered
 from inferbus.workers.batch.state import Batches, Holder, Kept, Record, Status
 from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.bus.errors import ApiError, NotPermitted, StreamFull
@@ -299,9 +299,7 @@ class Submitter:
         expected = Expected(kind=record.kind, model=record.model, any_model=record.any_model)
         left = record.source.lines
         done = self._output.done
-        for number, data in numbered(
-            Path(record.source.path), record.source.template, done=done.__contains__
-        ):
+        for number, data in numbered(Path(record.source.path), record.source.mapping, done=done.__contains__):
             if not left:
                 return
             left -= 1
@@ -681,16 +679,15 @@ class Submitter:
         del self._written[:written]
 
     async def _copy_input(self) -> None:
-        """Copies the input, unless it has been copied as a whole."""
+        """Copies the input as a batch file, unless it has been copied as a whole."""
         record = self.record
         if not record.shared or record.input_copied == record.source.digest:
             return
         copy = Copy(self._bus, record.owner, record.id, record.input_name)
-        with opened(Path(record.source.path)) as file:
-            await asyncio.to_thread(file.seek, await copy.find_end())
-            while record.shared and (data := await asyncio.to_thread(file.read, SEGMENT)):
-                copy.add(data)
-                await self._persistently(copy.store)
+        pieces = batch_file(Path(record.source.path), record.source.mapping, await copy.find_end())
+        while record.shared and (data := await asyncio.to_thread(next, pieces, b"")):
+            copy.add(data)
+            await self._persistently(copy.store)
         if record.shared:
             record.input_copied = record.source.digest
             await self._save()

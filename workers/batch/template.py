@@ -17,7 +17,7 @@ import msgspec
 
 from inferbus.schemas.errors import InvalidRequest
 from inferbus.schemas.subjects import Kind
-from inferbus.workers.batch.lines import URLS, Problem, Unusable
+from inferbus.workers.batch.lines import URLS, Problem, problem_line
 
 _PLACEHOLDER: Final = re.compile(r"\{\{\s*([^{}|]+?)\s*(?:\|\s*(\w+)\s*)?\}\}")
 
@@ -35,6 +35,9 @@ _INVALID: Final = "invalid_value"
 
 _UNSENDABLE: Final = (TypeError, ValueError, OverflowError, RecursionError)
 """Raised where a value has no JSON."""
+
+LARGEST: Final = 128 * 1024
+"""Bytes of a template, which is part of a batch's record."""
 
 Value = Callable[[Sequence[Any]], Any]
 """A part of a body, made of a row's values."""
@@ -97,6 +100,12 @@ def template(
     Filling(made, made.columns)
     if not made.columns:
         raise InvalidRequest("the mapping names no column: every row would be the same request")
+    try:
+        size = len(msgspec.json.encode(made))
+    except _UNSENDABLE:
+        raise InvalidRequest("the mapping is not UTF-8 text") from None
+    if size > LARGEST:
+        raise InvalidRequest(f"the mapping has {size} bytes; {LARGEST} are allowed")
     return made
 
 
@@ -120,8 +129,8 @@ class Filling:
         self._url = msgspec.Raw(msgspec.json.encode(URLS[template.kind]))
         self._encode = msgspec.json.Encoder(decimal_format="number").encode
 
-    def line(self, number: int, values: Sequence[Any]) -> bytes | Unusable:
-        """The line of a batch file that a row makes, or why it makes none."""
+    def line(self, number: int, values: Sequence[Any]) -> bytes:
+        """The line of a batch file that a row makes, or one that says why it makes none."""
         custom_id = f"row-{number}"
         try:
             if self._custom_id is not None:
@@ -129,13 +138,13 @@ class Filling:
                 custom_id = self._custom_id(values)
             return self._encode({"custom_id": custom_id, "url": self._url, "body": self._body(values)})
         except _Wrong as wrong:
-            problem = Problem(code=wrong.code, message=wrong.message, line=number, param=wrong.column)
+            problem = Problem(code=wrong.code, message=wrong.message, param=wrong.column)
         except _UNSENDABLE:
             named = zip(self._columns, values, strict=True)
             column = next((column for column, value in named if not _sendable(value)), self._columns[0])
             message = f"column {column}: not UTF-8 text, or no value that JSON has"
-            problem = Problem(code=_INVALID, message=message, line=number, param=column)
-        return Unusable(problem, custom_id if custom_id and _sendable(custom_id) else None)
+            problem = Problem(code=_INVALID, message=message, param=column)
+        return problem_line(problem, custom_id if custom_id and _sendable(custom_id) else None)
 
 
 class _Wrong(Exception):

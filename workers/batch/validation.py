@@ -30,10 +30,8 @@ class Digest:
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=16)
 
-    def add(self, data: bytes | Unusable) -> None:
+    def add(self, data: bytes) -> None:
         """Adds a line."""
-        if isinstance(data, Unusable):
-            data = str(data).encode(errors="backslashreplace")
         self._hash.update(data + b"\n")
 
     def text(self) -> str:

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from inferbus.schemas.errors import InvalidRequest
-from inferbus.workers.batch.lines import Expected
-from inferbus.workers.batch.reading import numbered, stamp
+from inferbus.workers.batch.lines import Expected, Unusable, parse
+from inferbus.workers.batch.reading import batch_file, numbered, stamp
 from inferbus.workers.batch.template import Template, template
 from inferbus.workers.batch.validation import Validation, validate
 
@@ -32,10 +32,13 @@ def checked(path: Path, made: Template = PROMPT, **more: Any) -> Validation:
 
 def prompts(path: Path, made: Template = PROMPT) -> list[str]:
     """What the rows of a file ask; their problems where they have some."""
-    return [
-        json.loads(line)["body"]["messages"][-1]["content"] if isinstance(line, bytes) else str(line)
-        for _, line in numbered(path, made)
-    ]
+    found = []
+    for number, line in numbered(path, made):
+        try:
+            found.append(json.loads(parse(number, line).body)["messages"][-1]["content"])
+        except Unusable as error:
+            found.append(str(error))
+    return found
 
 
 def as_jsonl(path: Path) -> None:
@@ -102,7 +105,27 @@ def test_a_grown_table_has_the_fingerprint_of_its_earlier_rows(tmp_path: Path) -
 def test_nothing_is_made_of_rows_that_are_done(tmp_path: Path) -> None:
     as_csv(tmp_path / "in.csv")
     lines = dict(numbered(tmp_path / "in.csv", PROMPT, done=lambda number: number != 2))
-    assert (lines[1], json.loads(lines[2])["custom_id"]) == (b"", "q2")  # type: ignore[arg-type]
+    assert (lines[1], json.loads(lines[2])["custom_id"]) == (b"", "q2")
+
+
+@pytest.mark.parametrize("first", [0, 1, 100_000, 10**9])
+def test_a_table_is_also_a_batch_file_of_the_same_lines_and_problems(tmp_path: Path, first: int) -> None:
+    rows = [*ROWS[:9], {"id": "none"}, "", {"id": "long", "text": "x" * 700_000}, *ROWS[9:]]
+    (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(row)}\n" if row else "\n" for row in rows))
+    pieces = list(batch_file(tmp_path / "in.jsonl", PROMPT))
+    assert len(pieces) > 1
+    assert b"".join(batch_file(tmp_path / "in.jsonl", PROMPT, first)) == b"".join(pieces)[first:]
+    (tmp_path / "made.jsonl").write_bytes(b"".join(pieces))
+    assert list(numbered(tmp_path / "made.jsonl")) == list(numbered(tmp_path / "in.jsonl", PROMPT))
+    assert validate(tmp_path / "made.jsonl", Expected()) == checked(tmp_path / "in.jsonl")
+    assert b"".join(batch_file(tmp_path / "made.jsonl", None, first)) == b"".join(pieces)[first:]
+
+
+def test_a_batch_file_may_have_any_name_and_a_table_may_not(tmp_path: Path) -> None:
+    (tmp_path / "in.2026").write_text("{}\n")
+    assert list(numbered(tmp_path / "in.2026")) == [(1, b"{}")]
+    with pytest.raises(InvalidRequest, match=r"unknown kind of file \.2026"):
+        checked(tmp_path / "in.2026")
 
 
 def test_rows_that_make_no_request_are_problems_of_their_own(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from inferbus.schemas.errors import InvalidRequest
-from inferbus.workers.batch.lines import Unusable
+from inferbus.workers.batch.lines import Unusable, parse
 from inferbus.workers.batch.template import Filling, template
 
 
@@ -23,7 +23,11 @@ def made(
     """The line that a row makes, or its problem."""
     found = template(mapped, fixed, kind=kind)
     line = Filling(found, found.columns).line(7, [row[name] for name in found.columns])
-    return line.problem if isinstance(line, Unusable) else msgspec.json.decode(line)
+    try:
+        parse(7, line)
+    except Unusable as error:
+        return error.problem
+    return msgspec.json.decode(line)
 
 
 def body(row: Mapping[str, Any], mapped: Mapping[str, Any], fixed: Mapping[str, Any] | None = None) -> Any:
@@ -131,9 +135,9 @@ def test_a_value_of_the_wrong_type_is_told(mapped: dict[str, Any], said: str) ->
 
 def test_an_error_line_has_the_id_of_its_row() -> None:
     found = template({"prompt": "q", "custom_id": "id"})
-    line = Filling(found, found.columns).line(1, [None, "mine"])
-    assert isinstance(line, Unusable)
-    assert line.custom_id == "mine"
+    with pytest.raises(Unusable) as caught:
+        parse(1, Filling(found, found.columns).line(1, [None, "mine"]))
+    assert caught.value.custom_id == "mine"
 
 
 @pytest.mark.parametrize(
@@ -148,6 +152,8 @@ def test_an_error_line_has_the_id_of_its_row() -> None:
         ({"prompt": "{{a|b|c}} {{"}, {}, "chat", "cannot be read"),
         ({"prompt": "a", "custom_id": ["x"]}, {}, "chat", "custom_id must be"),
         ({"prompt": "a"}, {"tools": {1, object()}}, "chat", "tools cannot be sent as JSON"),
+        ({"prompt": "a\udcff"}, {}, "chat", "not UTF-8"),
+        ({"prompt": "a"}, {"system": "x" * 200_000}, "chat", "bytes; 131072 are allowed"),
     ],
 )
 def test_a_mapping_that_makes_no_request_is_refused_at_once(
