@@ -1,6 +1,6 @@
-"""Tables as they are on disk: CSV, Parquet, Arrow, and folders of them. Read in parts, never as a whole.
+"""Tables: CSV, Parquet, Arrow, folders of them, and frames in memory. Files are read in parts.
 
-Only Parquet and Arrow need pyarrow, and it is imported only for them.
+Only CSV needs no pyarrow; it is imported for the others alone.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ import contextlib
 import csv
 import io
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import msgspec
 
@@ -33,6 +34,14 @@ NAMED: Final = 20
 """Columns that an error's message names."""
 
 _ARROW_FILE: Final = b"ARROW1"
+_IN_MEMORY: Final = "the table"
+
+
+@runtime_checkable
+class Frame(Protocol):
+    """A table in memory that gives itself as Arrow: of pandas, Arrow, Polars, and others."""
+
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object: ...
 
 
 class Unreadable(msgspec.Struct, frozen=True):
@@ -110,6 +119,50 @@ def arrow_batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[
             raise InvalidRequest(f"{part}: {error}") from None
 
 
+def frame_names(frame: Frame) -> list[str]:
+    """The columns of a frame.
+
+    Raises:
+        InvalidRequest: It cannot be read as Arrow, or pyarrow is not there.
+    """
+    return _frame(frame, None)[0]
+
+
+def frame_rows(frame: Frame, columns: Sequence[str]) -> Iterator[Sequence[Any]]:
+    """The rows of a frame.
+
+    Raises:
+        InvalidRequest: A column is missing, or cannot be read as Arrow; or pyarrow is not there.
+    """
+    pa = _pyarrow()
+    _, reader = _frame(frame, columns)
+    try:
+        for batch in reader:
+            for start in range(0, batch.num_rows, ROWS):
+                part = batch.slice(start, ROWS)
+                yield from zip(*(_values(part.column(name)) for name in columns), strict=True)
+    except pa.ArrowException as error:
+        raise InvalidRequest(f"{_IN_MEMORY}: {error}") from None
+
+
+def _frame(frame: Any, columns: Sequence[str] | None) -> tuple[list[str], Any]:
+    """The columns of a frame, and what reads those that are asked for; None: none of them."""
+    pa, pandas = _pyarrow(), sys.modules.get("pandas")
+    try:
+        if pandas is None or not isinstance(frame, pandas.DataFrame):
+            reader = pa.RecordBatchReader.from_stream(frame)
+            names = list(reader.schema.names)
+            _picked(_IN_MEMORY, names, columns or ())
+            return names, reader
+        # Others of its columns may have what Arrow has not.
+        names = [str(name) for name in frame.columns]
+        picked = _picked(_IN_MEMORY, names, columns or ())
+        wanted = frame.iloc[:, picked].set_axis([names[at] for at in picked], axis="columns")
+        return names, pa.Table.from_pandas(wanted, preserve_index=False).to_reader()
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequest(f"{_IN_MEMORY}: {error}") from None
+
+
 def parts(path: Path) -> list[Path]:
     """The files of a table: itself, or those of a folder, in their order.
 
@@ -154,7 +207,7 @@ def _csv(file: IO[bytes], delimiter: str) -> Iterator[Any]:
         yield csv.reader(text, delimiter=delimiter, strict=True)
 
 
-def _picked(path: Path, names: Sequence[str], columns: Sequence[str]) -> list[int]:
+def _picked(path: Path | str, names: Sequence[str], columns: Sequence[str]) -> list[int]:
     """Where the columns are among those of a table."""
     for column in columns:
         if names.count(column) > 1:
@@ -229,5 +282,5 @@ def _pyarrow() -> Any:
     try:
         import pyarrow
     except ImportError:
-        raise InvalidRequest("reading Parquet and Arrow needs: pip install 'inferbus[tables]'") from None
+        raise InvalidRequest("Parquet, Arrow and frames need: pip install 'inferbus[tables]'") from None
     return pyarrow

@@ -35,7 +35,7 @@ def prompts(path: Path, made: Template = PROMPT) -> list[str]:
     found = []
     for number, line in numbered(path, made):
         try:
-            found.append(json.loads(parse(number, line).body)["messages"][-1]["content"])
+            found.append(json.loads(bytes(parse(number, line).body))["messages"][-1]["content"])
         except Unusable as error:
             found.append(str(error))
     return found
