@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -47,6 +46,7 @@ def batch_frame(
         InvalidRequest: The frame has a column of such a name, or not one that the mapping names.
         InferbusError: See `batch`.
     """
+    frame = tables.held(frame)
     names = tables.frame_names(frame)
     for name in ADDED:
         if prefix + name in names:
@@ -75,14 +75,12 @@ def _cells(line: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _joined(frame: Any, columns: dict[str, list[Any]], counts: list[str]) -> Any:
-    pandas = sys.modules.get("pandas")
-    if pandas is not None and isinstance(frame, pandas.DataFrame):
+    if (pandas := tables.pandas_of(frame)) is not None:
         # Their usual integers have no missing values.
         typed = {name: pandas.array(columns[name], dtype="Int64") for name in counts}
         return frame.assign(**columns | typed)
     import pyarrow as pa
 
-    table = pa.table(frame)
     for name, values in columns.items():
-        table = table.append_column(name, pa.array(values, pa.int64() if name in counts else None))
-    return table
+        frame = frame.append_column(name, pa.array(values, pa.int64() if name in counts else None))
+    return frame

@@ -119,6 +119,25 @@ def arrow_batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[
             raise InvalidRequest(f"{part}: {error}") from None
 
 
+def pandas_of(frame: Frame) -> Any:
+    """The module pandas for a DataFrame of it; None for others."""
+    pandas = sys.modules.get("pandas")
+    return pandas if pandas is not None and isinstance(frame, pandas.DataFrame) else None
+
+
+def held(frame: Frame) -> Any:
+    """A frame that can be read more than once: a DataFrame of pandas as it is, others as a Table of Arrow.
+
+    Raises:
+        InvalidRequest: It cannot be read as Arrow, or pyarrow is not there.
+    """
+    pa = _pyarrow()
+    try:
+        return frame if pandas_of(frame) is not None else pa.table(frame)
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise InvalidRequest(f"{_IN_MEMORY}: {error}") from None
+
+
 def frame_names(frame: Frame) -> list[str]:
     """The columns of a frame.
 
@@ -147,9 +166,9 @@ def frame_rows(frame: Frame, columns: Sequence[str]) -> Iterator[Sequence[Any]]:
 
 def _frame(frame: Any, columns: Sequence[str] | None) -> tuple[list[str], Any]:
     """The columns of a frame, and what reads those that are asked for; None: none of them."""
-    pa, pandas = _pyarrow(), sys.modules.get("pandas")
+    pa = _pyarrow()
     try:
-        if pandas is None or not isinstance(frame, pandas.DataFrame):
+        if pandas_of(frame) is None:
             reader = pa.RecordBatchReader.from_stream(frame)
             names = list(reader.schema.names)
             _picked(_IN_MEMORY, names, columns or ())

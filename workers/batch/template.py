@@ -25,7 +25,7 @@ _REQUIRED: Final[dict[Kind, str]] = {"chat": "messages", "completions": "prompt"
 """The field without which a body of a kind is none."""
 
 _JSON: Final = frozenset({"messages", "token_ids"})
-"""Fields that are never text: a column of text holds them as JSON."""
+"""Fields that are never text, and never left out: a column of text holds them as JSON."""
 
 _TEXT: Final = frozenset({"content", "prompt", "text"})
 """Fields that are text, or a list of parts: numbers become text, and a row without a value has a problem."""
@@ -203,7 +203,7 @@ def _compiled(node: Any, field: str | None, columns: Sequence[str]) -> Value:
 
 def _text(text: str, field: str | None, columns: Sequence[str]) -> Value:
     if "{{" in _PLACEHOLDER.sub("", text):
-        raise InvalidRequest(f"a placeholder of {field} cannot be read: {text}", param=field)
+        raise InvalidRequest(f"a placeholder cannot be read: {text}", param=field)
     alone = _PLACEHOLDER.fullmatch(text)
     if alone is not None:
         return _placeholder(alone[1], alone[2], field, columns)
@@ -230,6 +230,8 @@ def _placeholder(
         read = _text_or_parts
     if filtered is not None and read not in (_to_json, _from_json):
         raise InvalidRequest(f"{{{{{column} | {filtered}}}}}: no filter for this place", param=field)
+    if field in _JSON and not within:
+        return lambda row: _required(read(row[index], column), column)
     return lambda row: read(row[index], column)
 
 
@@ -253,11 +255,15 @@ def _value(value: Any, column: str) -> Any:
     return None if value != value else value
 
 
-def _text_or_parts(value: Any, column: str) -> Any:
-    """Text, or a list of parts of a message."""
-    value = _value(value, column)
+def _required(value: Any, column: str) -> Any:
     if value is None:
         raise _Wrong(column, "the row has no value", _MISSING)
+    return value
+
+
+def _text_or_parts(value: Any, column: str) -> Any:
+    """Text, or a list of parts of a message."""
+    value = _required(_value(value, column), column)
     if isinstance(value, bool | float):
         return msgspec.json.encode(value).decode()
     return str(value) if isinstance(value, int | decimal.Decimal) else value

@@ -45,7 +45,7 @@ def test_missing_values_of_pandas_are_none_whatever_they_are_called() -> None:
 def test_columns_that_are_not_asked_for_may_hold_anything() -> None:
     frame = pd.DataFrame({"q": ["a"], 5: [object()]})
     assert list(tables.frame_rows(frame, ["q"])) == [("a",)]
-    with pytest.raises(InvalidRequest, match="the table: .*object"):
+    with pytest.raises(InvalidRequest, match=r"the table: .*object"):
         list(tables.frame_rows(frame, ["5"]))
     with pytest.raises(InvalidRequest, match="no column p; it has q, 5"):
         list(tables.frame_rows(frame, ["p"]))
@@ -96,6 +96,13 @@ def test_answers_stand_beside_their_rows(lines: list[dict[str, Any]]) -> None:
         "output_tokens": [2, None, 2],
         "error": [None, "its window ended", None],
     }
+
+
+def test_a_stream_of_arrow_is_a_frame_too(lines: list[dict[str, Any]]) -> None:
+    found = batch_frame(pa.table({"q": ["a", "b", "c"]}).to_reader(), {"prompt": "q"})
+    assert found.to_pydict()["q"] == ["a", "b", "c"]
+    with pytest.raises(InvalidRequest, match="the table: "):
+        batch_frame("text", {"prompt": "q"})  # type: ignore[arg-type]
 
 
 def test_a_frame_that_has_answers_already_is_not_overwritten() -> None:

@@ -133,6 +133,16 @@ def test_a_value_of_the_wrong_type_is_told(mapped: dict[str, Any], said: str) ->
     assert said in made({"q": ["a"], "n": "not json"}, mapped).message
 
 
+@pytest.mark.parametrize(("field", "kind"), [("messages", "chat"), ("token_ids", "tokens")])
+@pytest.mark.parametrize("value", [None, "null"])
+def test_a_row_without_what_a_request_needs_is_told(field: str, kind: str, value: str | None) -> None:
+    problem = made({"c": value}, {field: "c"}, kind=kind)
+    assert (problem.code, problem.message) == (
+        "missing_required_parameter",
+        "column c: the row has no value",
+    )
+
+
 def test_an_error_line_has_the_id_of_its_row() -> None:
     found = template({"prompt": "q", "custom_id": "id"})
     with pytest.raises(Unusable) as caught:
