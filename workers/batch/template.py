@@ -80,7 +80,7 @@ def template(
     Raises:
         InvalidRequest: It makes no request, names no column, or a placeholder cannot be read.
     """
-    body: dict[str, Any] = {field: of_column(field, value) for field, value in (map or {}).items()}
+    body: dict[str, Any] = {field: of_column(value) for field, value in (map or {}).items()}
     for field, value in (set or {}).items():
         if field in body:
             raise InvalidRequest(f"the mapping has {field} twice", param=field)
@@ -163,17 +163,16 @@ def _sendable(value: Any) -> bool:
     return True
 
 
-def of_column(field: str, value: Any, *, json: bool = False) -> Any:
+def of_column(value: Any, *, json: bool = False) -> Any:
     """What a field is made of by a column's name; what is no such name is a template already.
 
     Args:
-        field: Of the body.
         value: A column, or a template.
         json: Whether the column holds JSON.
     """
     if not isinstance(value, str) or "{{" in value:
         return value
-    return f"{{{{{value} | from_json}}}}" if json or field in _JSON else f"{{{{{value}}}}}"
+    return f"{{{{{value} | from_json}}}}" if json else f"{{{{{value}}}}}"
 
 
 def _texts(node: Any) -> Iterator[str]:
@@ -224,7 +223,7 @@ def _placeholder(
     read = _to_json if filtered == "to_json" else _value
     if within or field == "custom_id":
         read = _to_json if filtered == "to_json" else _text_of
-    elif filtered == "from_json":
+    elif filtered == "from_json" or (field in _JSON and filtered is None):
         read = _from_json
     elif field in _TEXT and filtered is None:
         read = _text_or_parts

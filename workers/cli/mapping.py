@@ -59,7 +59,7 @@ def template_of(flags: dict[str, Any]) -> Template | None:
         field, value = _split("--map", text)
         if field.endswith(":"):
             field = field[:-1]
-            value = of_column(field, value, json=True)
+            value = of_column(value, json=True)
         _merge(columns, {field: value})
     for text in constants:
         field, value = _split("--set", text)

@@ -88,6 +88,7 @@ def test_text_that_is_json_is_read_where_a_field_is_no_text_or_where_it_is_asked
         "max_tokens": 5,
         "user": "5",
     }
+    assert body(row, {}, {"messages": "{{c}}"})["messages"] == [{"role": "user", "content": "Hi"}]
     line = made({"ids": "[1, 2]"}, {"token_ids": "ids"}, kind="tokens")
     assert (line["url"], line["body"]) == ("/v1/tokens", {"token_ids": [1, 2]})
 
