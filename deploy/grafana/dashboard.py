@@ -68,13 +68,14 @@ PANELS: Final[dict[str, list[tuple[str, str, str, Queries]]]] = {
             {"all": share(FAILED), "{{code}}": share(FAILED, by="by (code) ") + " > 0"},
         ),
         (
-            "Jobs that were tried again, and dead letters",
+            "Retries, refusals and dead letters",
             "ops",
-            "Dead letters need an operator: inferbus dead ls.",
+            "Dead letters need an operator: inferbus dead ls. A full prefill worker refuses.",
             {
                 "dead {{model}}": rate("inferbus_jobs_total", "model", 'outcome="dead"'),
                 "retried {{model}}": rate("inferbus_jobs_total", "model", 'outcome="retried"'),
                 "taken again {{model}}": rate("inferbus_redeliveries_total", "model"),
+                "refused by prefill {{model}}": rate("inferbus_handoffs_total", "model", 'status="refused"'),
             },
         ),
         (
@@ -175,7 +176,6 @@ PANELS: Final[dict[str, list[tuple[str, str, str, Queries]]]] = {
             {
                 "p50 {{model}}": quantile(0.5, "inferbus_handoff_seconds", "model"),
                 "p99 {{model}}": quantile(0.99, "inferbus_handoff_seconds", "model"),
-                "refused a second {{model}}": rate("inferbus_handoffs_total", "model", 'status="refused"'),
             },
         ),
         (
