@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections import deque
 from collections.abc import Mapping
@@ -36,7 +37,7 @@ DENIED_AFTER: Final = 1.0
 """Seconds of silence after which to check whether the server refused the request."""
 
 CONNECTED_AGAIN: Final = Message("", b"")
-"""Queued when the connection is back: whoever waits for the next message has to ask what was missed."""
+"""Queued when the connection is back: what comes behind it may have been sent after it."""
 
 
 class LiveStream(AnswerStream[C]):
@@ -63,8 +64,8 @@ class LiveStream(AnswerStream[C]):
         # Since when nothing came, or a message is missing.
         self._since = self._next_question = self._clock()
         self._gap = False
-        # Whether to ask at the next occasion.
-        self._doubt = False
+        # Whether messages may be missing: questions then ask for them, too.
+        self._behind = False
 
     def send(self, subject: str, data: bytes, fields: Mapping[str, str]) -> None:
         """Sends the request.
@@ -83,8 +84,12 @@ class LiveStream(AnswerStream[C]):
             raise
 
     def reconnected(self) -> None:
-        """The connection is back."""
-        self._arrived.put_nowait(CONNECTED_AGAIN)
+        """The connection is back: asks at once for what was missed, whether anybody reads now or not."""
+        if self._finalizer.alive and self.final_status is None:
+            self._arrived.put_nowait(CONNECTED_AGAIN)
+            self._behind = True
+            with contextlib.suppress(WorkerLost):
+                self._request.ask(self._assembler.position)
 
     async def _more(self) -> None:
         await (self._end_mark() if self._assembler.complete else self._next_chunk())
@@ -135,10 +140,13 @@ class LiveStream(AnswerStream[C]):
         While it says that it has the request, that is no silence.
         """
         now = self._clock()
-        if not self._assembler.missing:
-            self._since, self._next_question, self._gap = now, now + self._ask_after, False
-        elif not self._gap:
-            self._gap = self._doubt = True
+        if self._assembler.missing:
+            if not self._gap:
+                self._gap, self._behind, self._next_question = True, True, now
+        else:
+            self._since, self._gap = now, False
+            if not self._behind:
+                self._next_question = now + self._ask_after
         checked = False
         while True:
             pause = None
@@ -153,7 +161,7 @@ class LiveStream(AnswerStream[C]):
                 self._check_permission()
                 continue
             if message is CONNECTED_AGAIN:
-                self._doubt = True
+                self._next_question = self._clock() + self._ask_every
             elif not self._request.answers_question(message):
                 return message
             elif self._request.alive(message):
@@ -172,14 +180,14 @@ class LiveStream(AnswerStream[C]):
             if self._gap or self._reconnected:
                 raise self._lost()
             raise TimedOut(f"nothing came for {timeout:g} s{self._taker}")
-        if self._doubt or now >= self._next_question:
-            self._doubt, self._next_question = False, now + self._ask_every
+        if now >= self._next_question:
+            self._next_question = now + self._ask_every
             self._ask()
         return min(self._next_question, gives_up) - now
 
     def _ask(self) -> None:
         try:
-            may_ask = self._request.ask(self._assembler.position)
+            may_ask = self._request.ask(self._assembler.position if self._behind else None)
         except WorkerLost:
             if not self._gap and not self._reconnected:
                 raise
@@ -191,13 +199,22 @@ class LiveStream(AnswerStream[C]):
                 raise self._lost()
 
     def _compare(self, answer: Message) -> None:
-        """Compares what has come with what the worker can send: all of that came before its answer."""
+        """Compares what has come with what the worker has sent: all of that came before its answer."""
         first = headers.number(answer.headers, headers.FROM)
-        if self._gap if first is None else first > self._assembler.position:
+        sent = headers.number(answer.headers, headers.NEXT)
+        position = self._assembler.position
+        if sent is None:
+            # A worker that keeps nothing.
+            lost = self._gap
+        else:
+            lost = first is not None and first > position
+            if sent > position and not self._behind:
+                self._behind, self._next_question = True, self._clock()
+            elif sent <= position and first is not None:
+                # Nothing is missing: whatever happens from now on, no earlier loss of a connection caused it.
+                self._behind, self._reconnects = False, self._bus.reconnects
+        if lost:
             raise self._lost()
-        if first is not None and not self._gap:
-            # Nothing is missing: what happens from now on is not due to a connection that was lost before.
-            self._reconnects = self._bus.reconnects
 
     def _check_permission(self) -> None:
         """NATS reports a refused publish on the connection, and does not answer it."""
@@ -241,8 +258,14 @@ class _Request:
         """It is not sent again."""
         self._body = None
 
-    def ask(self, missing: int) -> bool:
-        """Asks for the messages from a number on, and whether a worker has it; False: that is not permitted.
+    def ask(self, missing: int | None) -> bool:
+        """Asks whether a worker has it.
+
+        Args:
+            missing: Asks also for its messages, from this number on.
+
+        Returns:
+            False: that is not permitted.
 
         Raises:
             WorkerLost: See `LivenessProbe.ask`.
@@ -253,8 +276,8 @@ class _Request:
         return self._probe.permitted
 
     def answers_question(self, message: Message) -> bool:
-        """Whether a message answers a question, rather than the request."""
-        return self._probe is not None and message.subject == self._probe.subject
+        """Whether a message answers a question, rather than the request; both may have the same subject."""
+        return self._probe is not None and self._probe.answered_by(message)
 
     def alive(self, answer: Message) -> bool:
         """Whether an answer to a question comes from a worker that has the request."""

@@ -2,8 +2,8 @@
 
 A worker that is killed cannot report the end of its live requests, and messages are lost with a connection.
 So the client asks after some seconds of silence, when the connection is back, and when a message is missing.
-The worker that has the request sends again what the client misses, and answers. This also distinguishes a slow
-worker from a dead one.
+The worker that has the request answers, and sends again what the client misses. This also distinguishes a
+slow worker from a dead one.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class LivenessProbe:
         bus: The connection.
         job: The request's id.
         token: The request's `Infer-Resume`.
-        answered: Gets the answers, which `alive` reads. To be the callback that gets the answer's messages:
-            their order says whether messages were lost.
+        answered: Gets the answers, which `alive` reads, and the messages that were asked for. To be the
+            callback that gets the other messages of the request's answer: their order says what was lost.
 
     Attributes:
         subject: Where answers come.
@@ -55,11 +55,12 @@ class LivenessProbe:
         """Whether questions may be sent: a user who may not ask about one request may not ask about any."""
         return self._bus.may_publish(self._any_question)
 
-    def ask(self, missing: int) -> None:
+    def ask(self, missing: int | None) -> None:
         """Sends the next question, unless it is not permitted or the connection is away.
 
         Args:
-            missing: Number of the first message that has not come.
+            missing: Number of the first message that has not come, to have it and all that follow sent to
+                `subject`; None: nothing seems to be missing.
 
         Raises:
             WorkerLost: The last `MAX_UNANSWERED` questions were not answered.
@@ -74,8 +75,16 @@ class LivenessProbe:
             self._unanswered = 0
             raise WorkerLost("no worker works on this request any more; send it again")
         self._unanswered += 1
-        fields = {headers.RESUME: self._token, headers.FROM: str(missing)}
+        fields = {headers.RESUME: self._token}
+        if missing is not None:
+            fields[headers.FROM] = str(missing)
         self._bus.send(self._question, b"", fields, reply=self.subject)
+
+    def answered_by(self, message: Message) -> bool:
+        """Whether a message answers a question; no message of an answer has neither body nor status."""
+        if message.subject != self.subject:
+            return False
+        return message.status == NO_RESPONDERS or not (message.data or headers.STATUS in message.headers)
 
     def alive(self, message: Message) -> bool:
         """Whether a message says that a worker has the request."""

@@ -21,11 +21,13 @@ class _Caller(msgspec.Struct):
     """Whose answer goes out.
 
     Attributes:
+        reply: Where to.
         scope: Of the attempt.
         may_be_away: Whether it comes back for what it missed.
         gone: Since when nobody has listened, monotonic; None while somebody does.
     """
 
+    reply: str
     scope: Scope
     may_be_away: bool
     gone: float | None = None
@@ -66,16 +68,17 @@ class Listeners:
             may_be_away: Whether the caller asks for what it missed when its connection is back: it then has
                 `AWAY` seconds for that.
         """
-        self._callers[reply] = _Caller(scope, may_be_away)
+        caller = self._callers[reply] = _Caller(reply, scope, may_be_away)
         try:
             yield
         finally:
-            self._callers.pop(reply, None)
+            self._callers.pop(caller.reply, None)
 
-    def back(self, reply: str) -> None:
-        """The caller has asked for its answer."""
-        if (caller := self._callers.get(reply)) is not None:
-            caller.gone = None
+    def moved(self, reply: str, to: str) -> None:
+        """A caller is back: it has asked for its answer, and for the rest of it on another subject."""
+        if (caller := self._callers.pop(reply, None)) is not None:
+            caller.reply, caller.gone = to, None
+            self._callers[to] = caller
 
     def _gone(self, reply: str) -> None:
         caller = self._callers.get(reply)

@@ -1,9 +1,9 @@
 """What was sent of live answers, kept for a while so that it can be sent again.
 
 Nothing of a live answer is stored. A caller that was without a connection, or that a message did not reach,
-asks for the messages from a number on, and gets them on the reply subject of its request. The newest part of
-each answer is kept, since a caller usually has all but the last messages. Only answers whose request has a
-token (`Infer-Resume`) are kept, and the question has to repeat it.
+asks for the messages from a number on. The newest part of each answer is kept, since a caller usually has all
+but the last messages. Only answers whose request has a token (`Infer-Resume`) are kept, and the question has
+to repeat it.
 """
 
 from __future__ import annotations
@@ -33,34 +33,52 @@ TOTAL_BYTES: Final = 64 * 1024 * 1024
 first."""
 
 STEP: Final = 16 * 1024
-"""Bytes of one answer after which these limits are looked at: doing so for every chunk would cost too much."""
+"""Bytes of one answer after which these limits are looked at, since every chunk would be too often."""
 
 OVERHEAD: Final = 64
 """Bytes that a message takes in memory beside its body, about."""
 
+ANSWER_OVERHEAD: Final = 2048
+"""Bytes that an answer takes in memory beside its messages, about."""
+
+DROPPED: Final = 10_000
+"""Answers that are remembered after they were dropped, so that their callers can be told."""
+
 PAUSE: Final = 1.0
 """Seconds between two times that messages of one answer are sent again: a question costs its asker less than
 they cost the worker."""
+
+Key = tuple[str, str]
+"""A request's id and its token."""
 
 
 class RetainedAnswer:
     """The newest messages of one answer, numbered from 0; `RetainedAnswers.open` makes it.
 
     Attributes:
-        reply: Where it was sent, and is sent again.
-        key: The request's id and its token.
+        reply: Where the answer goes.
+        key: Of the request.
+        ended: When it ended, monotonic; None before.
+        counted: Its bytes, as far as `RetainedAnswers.size` has them.
     """
 
-    def __init__(self, answers: RetainedAnswers, key: tuple[str, str], reply: str) -> None:
+    def __init__(self, answers: RetainedAnswers, key: Key, reply: str) -> None:
         self.reply = reply
         self.key = key
+        self.ended: float | None = None
+        self.counted = 0
         self._answers = answers
         self._messages: deque[bytes] = deque()
         self._first = 0
-        self._size = self._counted = 0
-        self._count_at = STEP
-        self._end: Mapping[str, str] | None = None
+        self._size = self._count_at = ANSWER_OVERHEAD
+        self._end: Mapping[str, str] = {}
         self._sent_again = float("-inf")
+        self._count()
+
+    @property
+    def sent(self) -> int:
+        """Messages so far, the end mark counted."""
+        return self._first + len(self._messages) + (self.ended is not None)
 
     def append(self, body: bytes) -> None:
         """Keeps the next message, which was sent."""
@@ -72,48 +90,50 @@ class RetainedAnswer:
 
     def end(self, fields: Mapping[str, str]) -> None:
         """Keeps the end mark, which was sent: from now on the answer is kept for `AWAY` seconds."""
-        self._end = fields
+        self._end, self.ended = fields, self._answers.clock()
         self._count()
-        self._answers.ended(self)
+        self._answers.answer_ended(self)
 
     def close(self) -> None:
         """Drops an answer that was not ended: another worker answers."""
-        if self._end is None:
+        if self.ended is None:
             self._answers.forget(self)
 
     def clear(self) -> None:
         """Drops the messages that were kept up to now."""
         self._drop(0)
 
-    def send_from(self, number: int) -> int:
+    def resume(self, reply: str, number: int) -> int:
         """Sends the messages again, from a number on.
 
-        Nothing is sent if that was done a moment ago, or while more is queued for sending than should be. The
+        None is sent if that was done a moment ago, or while more is queued for sending than should be. The
         caller asks again if it still misses messages.
+
+        Args:
+            reply: Where they go, and all that follow.
+            number: Of the first one.
 
         Returns:
             The number of the first message that can be had: `number`, or a higher one where that is not kept.
         """
-        first, now = max(number, self._first), self._answers.clock()
-        broker = self._answers.broker
-        bodies = list(islice(self._messages, first - self._first, None))
-        if not bodies and self._end is None:
-            return first
-        if broker.congested or now - self._sent_again < PAUSE:
-            return first
+        self.reply = reply
+        if number < self._first:
+            return self._first
+        broker, now = self._answers.broker, self._answers.clock()
+        if number >= self.sent or broker.congested or now - self._sent_again < PAUSE:
+            return number
         self._sent_again = now
-        sent = first
+        again = list(islice(self._messages, number - self._first, None))
         try:
-            for body in bodies:
-                broker.send(self.reply, body)
-                sent += 1
+            for body in again:
+                broker.send(reply, body)
         except PayloadTooLarge:
             # The worker is connected to another server than before, which takes less.
-            return sent + 1
-        if self._end is not None:
-            broker.send(self.reply, b"", self._end)
-        log.info("answer.sent_again", job=self.key[0], messages=len(bodies))
-        return first
+            return self.sent
+        if self.ended is not None:
+            broker.send(reply, b"", self._end)
+        log.info("answer.sent_again", job=self.key[0], messages=len(again))
+        return number
 
     def _drop(self, limit: int, *, keep: int = 0) -> None:
         while self._size > limit and len(self._messages) > keep:
@@ -122,8 +142,8 @@ class RetainedAnswer:
         self._count()
 
     def _count(self) -> None:
-        self._answers.size += self._size - self._counted
-        self._counted = self._size
+        self._answers.size += self._size - self.counted
+        self.counted = self._size
         self._count_at = self._size + STEP
 
 
@@ -132,12 +152,12 @@ class RetainedAnswers:
 
     Args:
         broker: Where they are sent.
-        settled: Whether the connection to NATS is there, and has been for some seconds: time without one does
-            not count for `AWAY`.
+        settled: Whether the connection to NATS is there, and has been for some seconds: no answer is dropped
+            for its age before.
         clock: Monotonic seconds.
 
     Attributes:
-        size: Bytes kept of all answers.
+        size: Bytes kept of all answers, about.
     """
 
     def __init__(
@@ -151,10 +171,12 @@ class RetainedAnswers:
         self.clock = clock
         self.size = 0
         self._settled = settled
-        self._answers: dict[tuple[str, str], RetainedAnswer] = {}
-        # In the order in which they began, and ended.
+        self._answers: dict[Key, RetainedAnswer] = {}
+        # In the order in which they began, ended, and were dropped.
         self._running: OrderedDict[RetainedAnswer, None] = OrderedDict()
         self._ended: OrderedDict[RetainedAnswer, None] = OrderedDict()
+        self._dropped: OrderedDict[Key, int] = OrderedDict()
+        self._sweep: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._running) + len(self._ended)
@@ -176,36 +198,53 @@ class RetainedAnswers:
         """The answer to a request, running or ended."""
         return self._answers.get((job, token))
 
-    def ended(self, answer: RetainedAnswer) -> None:
+    def dropped(self, job: str, token: str) -> int | None:
+        """How many messages, the end mark counted, an answer had that is not kept any more; None: unknown."""
+        return self._dropped.get((job, token))
+
+    def answer_ended(self, answer: RetainedAnswer) -> None:
         """Called by an answer that has ended."""
         if answer in self._running:
             del self._running[answer]
             self._ended[answer] = None
-            self._forget_later(answer)
+            self.make_room()
+            self._sweep_later()
 
     def forget(self, answer: RetainedAnswer) -> None:
         """Drops an answer; harmless where it was dropped."""
-        self._running.pop(answer, None)
-        self._ended.pop(answer, None)
-        answer.clear()
+        for answers in (self._running, self._ended):
+            if answer in answers:
+                del answers[answer]
+                self.size -= answer.counted
         if self._answers.get(answer.key) is answer:
             del self._answers[answer.key]
 
     def make_room(self) -> None:
         """Drops what is beyond `TOTAL_BYTES`."""
-        while self.size > TOTAL_BYTES:
-            if self._ended:
-                self.forget(next(iter(self._ended)))
-            else:
-                oldest = next(iter(self._running))
-                oldest.clear()
-                self._running.move_to_end(oldest)
+        while self.size > TOTAL_BYTES and self._ended:
+            self._drop_oldest()
+        for running in list(self._running) if self.size > TOTAL_BYTES else ():
+            running.clear()
+            if self.size <= TOTAL_BYTES:
+                break
 
-    def _forget_later(self, answer: RetainedAnswer) -> None:
-        asyncio.get_running_loop().call_later(AWAY, self._expire, answer)
+    def _drop_oldest(self) -> None:
+        """Drops the answer that ended first; its caller can still be told."""
+        answer = next(iter(self._ended))
+        self._dropped[answer.key] = answer.sent
+        if len(self._dropped) > DROPPED:
+            self._dropped.popitem(last=False)
+        self.forget(answer)
 
-    def _expire(self, answer: RetainedAnswer) -> None:
-        if self._settled() or answer not in self._ended:
-            self.forget(answer)
-        else:
-            self._forget_later(answer)
+    def _sweep_later(self) -> None:
+        if self._sweep is None and self._ended:
+            self._sweep = asyncio.get_running_loop().call_later(AWAY / 10, self._drop_old)
+
+    def _drop_old(self) -> None:
+        self._sweep = None
+        before = self.clock() - AWAY
+        while self._ended and self._settled():
+            if (next(iter(self._ended)).ended or 0.0) > before:
+                break
+            self._drop_oldest()
+        self._sweep_later()

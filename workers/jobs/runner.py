@@ -120,7 +120,9 @@ class AttemptRunner:
         """
         queued = max(0.0, (self._now() - envelope.attempt.arrived).total_seconds())
         with _span(envelope, queued) as span:
-            return await self._run(envelope, scope, permit or Permit(), resume_points, lost, retained, queued, span)
+            return await self._run(
+                envelope, scope, permit or Permit(), resume_points, lost, retained, queued, span
+            )
 
     async def _run(
         self,

@@ -45,10 +45,22 @@ class Alive:
             if self._runner.scopes.find(key):
                 self._bus.send(reply, b"", {headers.WORKER: settings.worker})
             return
-        answer = self._runner.retained.find(key.job, token) if key.owner == LIVE_OWNER else None
-        if answer is None:
+        if key.owner == LIVE_OWNER:
+            self._say(reply, key.job, token, headers.number(message.headers, headers.FROM))
+
+    def _say(self, reply: str, job: str, token: str, number: int | None) -> None:
+        """Says how much of a live answer was sent, and sends it again from `number` on, if that is wanted."""
+        retained, fields = self._runner.retained, {headers.WORKER: self._settings.worker}
+        if (answer := retained.find(job, token)) is not None:
+            first, sent = number, answer.sent
+            if number is not None:
+                self._runner.listeners.moved(answer.reply, reply)
+                first = answer.resume(reply, number)
+        elif (sent := retained.dropped(job, token)) is not None:
+            first = None if number is None else sent
+        else:
             return
-        self._runner.listeners.back(answer.reply)
-        first = answer.send_from(headers.number(message.headers, headers.FROM) or 0)
+        if first is not None:
+            fields[headers.FROM] = str(first)
         # Behind the messages: the caller has them all when it hears this, or they were lost again.
-        self._bus.send(reply, b"", {headers.WORKER: settings.worker, headers.FROM: str(first)})
+        self._bus.send(reply, b"", fields | {headers.NEXT: str(sent)})
