@@ -77,12 +77,12 @@ REMOVE: Final = "Infer-Remove"
 """On a request to `infer.remove.<owner>.<name>`: see `Removable`."""
 
 FROM: Final = "Infer-From"
-"""On that request: the stream sequence to begin at. On a question with `Infer-Resume`: the number of the first
-message that is to be sent again; on its answer: that number, or a higher one where what is before it is gone."""
+"""On that request: the stream sequence to begin at. On a question with `Infer-Resume`: the number of the
+first message to be sent again. On its answer: that number, or a higher one where what is before is gone."""
 
 NEXT: Final = "Infer-Next"
-"""On the message that ends a page of stored messages: the stream sequence at which the next one begins. On the
-answer to a question with `Infer-Resume`: how many messages were sent, the end mark counted."""
+"""On the message that ends a page of stored messages: the stream sequence at which the next one begins. On
+the answer to a question with `Infer-Resume`: how many messages were sent, the end mark counted."""
 
 PENDING: Final = "Infer-Pending"
 """On that message: how many stored messages there are beyond the page."""

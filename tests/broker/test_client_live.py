@@ -8,6 +8,7 @@ import itertools
 import json
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest.mock import ANY
 
 import msgspec
 import pytest
@@ -66,6 +67,7 @@ async def test_a_chat_streams_and_tells_who_served_it(client: Client, worker: Re
         "Infer-Job-Id": "j",
         "Content-Type": "application/json",
         "Infer-Deadline": "30.0",
+        "Infer-Resume": ANY,
     }
     await worker.answer(request.reply, "Par", "is")
     assert "".join([text(chunk) async for chunk in stream]) == "Paris"

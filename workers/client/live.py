@@ -90,6 +90,9 @@ class LiveStream(AnswerStream[C]):
             self._behind = True
             with contextlib.suppress(WorkerLost):
                 self._request.ask(self._assembler.position)
+            if self._cancelling:
+                # What was written last before the connection broke may be lost.
+                self._request.cancel()
 
     async def _more(self) -> None:
         await (self._end_mark() if self._assembler.complete else self._next_chunk())

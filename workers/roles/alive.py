@@ -50,17 +50,18 @@ class Alive:
 
     def _say(self, reply: str, job: str, token: str, number: int | None) -> None:
         """Says how much of a live answer was sent, and sends it again from `number` on, if that is wanted."""
-        retained, fields = self._runner.retained, {headers.WORKER: self._settings.worker}
-        if (answer := retained.find(job, token)) is not None:
-            first, sent = number, answer.sent
-            if number is not None:
+        retained, first = self._runner.retained, number
+        answer = retained.find(job, token)
+        sent = retained.dropped(job, token) if answer is None else answer.sent
+        if sent is None:
+            return
+        if number is not None:
+            first = sent
+            if answer is not None:
                 self._runner.listeners.moved(answer.reply, reply)
                 first = answer.resume(reply, number)
-        elif (sent := retained.dropped(job, token)) is not None:
-            first = None if number is None else sent
-        else:
-            return
+        fields = {headers.WORKER: self._settings.worker, headers.NEXT: str(sent)}
         if first is not None:
             fields[headers.FROM] = str(first)
         # Behind the messages: the caller has them all when it hears this, or they were lost again.
-        self._bus.send(reply, b"", fields | {headers.NEXT: str(sent)})
+        self._bus.send(reply, b"", fields)
