@@ -25,12 +25,15 @@ log = structlog.get_logger()
 AWAY: Final = 30.0
 """Seconds for which a caller may be without a connection: an answer is kept for so long after its end."""
 
+SWEEP: Final = 3.0
+"""Seconds between looks for answers that were kept for so long."""
+
 ANSWER_BYTES: Final = 1024 * 1024
 """Kept of one answer; its newest message is kept whatever its size. A chunk of a chat has about 300 bytes."""
 
 TOTAL_BYTES: Final = 64 * 1024 * 1024
-"""Kept of all answers. Beyond it those that ended first are dropped, then what was kept of those that began
-first."""
+"""Kept of all answers. Beyond it those that ended first are dropped, then what was kept of running ones, in
+turns."""
 
 STEP: Final = 16 * 1024
 """Bytes of one answer after which these limits are looked at, since every chunk would be too often."""
@@ -172,7 +175,7 @@ class RetainedAnswers:
         self.size = 0
         self._settled = settled
         self._answers: dict[Key, RetainedAnswer] = {}
-        # In the order in which they began, ended, and were dropped.
+        # In the order in which they began or were cleared, ended, and were dropped.
         self._running: OrderedDict[RetainedAnswer, None] = OrderedDict()
         self._ended: OrderedDict[RetainedAnswer, None] = OrderedDict()
         self._dropped: OrderedDict[Key, int] = OrderedDict()
@@ -223,8 +226,10 @@ class RetainedAnswers:
         """Drops what is beyond `TOTAL_BYTES`."""
         while self.size > TOTAL_BYTES and self._ended:
             self._drop_oldest()
-        for running in list(self._running) if self.size > TOTAL_BYTES else ():
+        for _ in range(len(self._running) if self.size > TOTAL_BYTES else 0):
+            running = next(iter(self._running))
             running.clear()
+            self._running.move_to_end(running)
             if self.size <= TOTAL_BYTES:
                 break
 
@@ -238,7 +243,7 @@ class RetainedAnswers:
 
     def _sweep_later(self) -> None:
         if self._sweep is None and self._ended:
-            self._sweep = asyncio.get_running_loop().call_later(AWAY / 10, self._drop_old)
+            self._sweep = asyncio.get_running_loop().call_later(SWEEP, self._drop_old)
 
     def _drop_old(self) -> None:
         self._sweep = None
