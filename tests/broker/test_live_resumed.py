@@ -20,7 +20,7 @@ from tests.support.eventually import eventually
 from tests.support.fleet import MODEL, Fleet, fleet
 from tests.support.line import Line
 
-SENTENCE = "Ein Faden reißt, und doch: 一个人工智能 🧵 spricht weiter, wo es aufgehört hat. " * 3
+SENTENCE = "Ein Faden reißt, und doch: 一个人工智能 🧵 spricht weiter, wo es aufgehört hat."
 SCRIPT = f'tokenizer = true\n[[rules]]\ntext = "{SENTENCE}"\ndelay = 0.02\n'
 COUNTING = "[[rules]]\nlength = 100000\ndelay = 0.02\n"
 COUNT = 150
