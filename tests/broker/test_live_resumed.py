@@ -238,6 +238,22 @@ async def test_who_cancels_without_a_connection_is_heard_when_it_is_back(
     await finished(workers, worker, "cancelled")
 
 
+async def test_a_cancel_that_the_worker_missed_is_found_when_it_is_back(
+    server: NatsServer, line: Line, workers: Fleet
+) -> None:
+    worker = await workers.start("both", COUNTING, nats_url=line.url)
+    async with Client.connect(server.url, timeout=None) as client:
+        reading = Reading(client.tokens(MODEL, [1, 2], max_tokens=20_000))
+        await eventually(lambda: len(reading.tokens) > 20)
+        await line.cut()
+        await eventually(lambda: workers.events(worker, "bus.disconnected"))
+        await reading.stream.cancel()
+        await line.mend()
+        await reading.end()
+    assert reading.stream.status == "cancelled"
+    assert reading.tokens == list(range(3, 3 + len(reading.tokens)))
+
+
 async def test_a_caller_that_does_not_come_back_has_its_request_ended(
     client: Client, workers: Fleet, line: Line
 ) -> None:
