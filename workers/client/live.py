@@ -164,7 +164,8 @@ class LiveStream(AnswerStream[C]):
                 self._check_permission()
                 continue
             if message is CONNECTED_AGAIN:
-                self._next_question = self._clock() + self._ask_every
+                # It was asked when this was queued; an answer to an earlier question says nothing any more.
+                self._behind, self._next_question = True, self._clock() + self._ask_every
             elif not self._request.answers_question(message):
                 return message
             elif self._request.alive(message):
