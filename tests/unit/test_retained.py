@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable
 
@@ -157,15 +156,28 @@ async def test_an_ended_answer_is_kept_for_a_while_and_longer_where_nobody_could
     broker: MemoryBroker, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retained, "SWEEP", 0.001)
-    settled = False
-    answers = RetainedAnswers(broker, settled=lambda: settled, clock=clock)
+    settled, looks = False, 0
+
+    def is_settled() -> bool:
+        nonlocal looks
+        looks += 1
+        return settled
+
+    async def looked() -> None:
+        before = looks
+        await eventually(lambda: looks > before)
+
+    answers = RetainedAnswers(broker, settled=is_settled, clock=clock)
     filled(answers, "old").end(END)
-    clock.seconds += AWAY / 2
-    filled(answers, "young").end(END)
-    clock.seconds += AWAY * 0.6
-    await asyncio.sleep(0.02)
+    clock.seconds += 2 * AWAY
+    await looked()
     assert answers.find("old", "token") is not None
     settled = True
+    clock.seconds += AWAY / 2
+    filled(answers, "young").end(END)
+    await looked()
+    assert answers.find("old", "token") is not None
+    clock.seconds += AWAY / 2
     await eventually(lambda: answers.find("old", "token") is None)
     assert answers.dropped("old", "token") == 6
     assert answers.find("young", "token") is not None

@@ -155,8 +155,7 @@ class RetainedAnswers:
 
     Args:
         broker: Where they are sent.
-        settled: Whether the connection to NATS is there, and has been for some seconds: no answer is dropped
-            for its age before.
+        settled: Whether the connection to NATS is there, and has been for some seconds: `AWAY` begins then.
         clock: Monotonic seconds.
 
     Attributes:
@@ -180,6 +179,8 @@ class RetainedAnswers:
         self._ended: OrderedDict[RetainedAnswer, None] = OrderedDict()
         self._dropped: OrderedDict[Key, int] = OrderedDict()
         self._sweep: asyncio.TimerHandle | None = None
+        # When it was last seen that the connection was not there for some seconds.
+        self._unsettled = float("-inf")
 
     def __len__(self) -> int:
         return len(self._running) + len(self._ended)
@@ -246,10 +247,9 @@ class RetainedAnswers:
             self._sweep = asyncio.get_running_loop().call_later(SWEEP, self._drop_old)
 
     def _drop_old(self) -> None:
-        self._sweep = None
-        before = self.clock() - AWAY
-        while self._ended and self._settled():
-            if (next(iter(self._ended)).ended or 0.0) > before:
-                break
+        self._sweep, now = None, self.clock()
+        if not self._settled():
+            self._unsettled = now
+        while self._ended and now - max(next(iter(self._ended)).ended or 0.0, self._unsettled) >= AWAY:
             self._drop_oldest()
         self._sweep_later()
