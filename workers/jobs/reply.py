@@ -144,14 +144,11 @@ class Reply:
             **served_headers(self._attempt, self.served),
             **object_header(apart),
         }
-        self._broker.send(self._to, b"", fields)
-        if self._retained is not None:
+        if self._retained is None:
+            self._broker.send(self._attempt.reply, b"", fields)
+        else:
+            self._broker.send(self._retained.reply, b"", fields)
             self._retained.end(fields)
-
-    @property
-    def _to(self) -> str:
-        """A caller that was without a connection may have named another subject since."""
-        return self._attempt.reply if self._retained is None else self._retained.reply
 
     def _send(self, body: bytes) -> None:
         probe = self._probe if self.sent % self._probe_every == 0 else ""
@@ -161,10 +158,14 @@ class Reply:
             fields = fields | {headers.WORKER: self.served.worker}
             if self._continues is not None:
                 fields[headers.CONTINUES] = str(self._continues)
-        self._broker.send(self._to, body, fields, reply=probe)
+        retained = self._retained
+        if retained is None:
+            self._broker.send(self._attempt.reply, body, fields, reply=probe)
+        else:
+            # Its caller may have named another subject since.
+            self._broker.send(retained.reply, body, fields, reply=probe)
+            retained.append(body)
         self.sent += 1
-        if self._retained is not None:
-            self._retained.append(body)
 
 
 class ChunkEncoder:
