@@ -12,8 +12,8 @@ PYTEST_ARGS ?=
 
 .PHONY: help
 help: ## show this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r name text; do \
-		printf '  make %-8s %s\n' "$$name" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r name text; do \
+		printf '  make %-15s %s\n' "$$name" "$$text"; done
 
 .PHONY: env
 env:
@@ -62,6 +62,14 @@ soak: env ## kill, stop and restart workers and server under load, then account 
 .PHONY: fuzz
 fuzz: dev ## a million changed messages at every decoder, on all cores; FUZZ_RUNS, FUZZ_SEED
 	@$(BIN)/python -m tests.fuzz
+
+.PHONY: test-containers
+test-containers: dev ## the images and compose.yaml for real, on a Docker daemon that is brought up where none answers
+	docker info >/dev/null 2>&1 || tests/deploy/bring_up_docker.sh
+	$(BIN)/python -m tests.deploy.check_stack --build
+	INFERBUS_TEST_NATS_IMAGE=nats:2.15-alpine $(BIN)/pytest -n 2 tests/deploy/test_containers.py \
+		tests/broker/test_jetstream.py tests/broker/test_streams.py tests/broker/test_pull.py \
+		tests/broker/test_objects.py tests/broker/test_wire.py tests/broker/test_entrance.py
 
 .PHONY: lock
 lock: dev ## compile requirements/*.in into pinned lists; LOCK_ARGS=--upgrade moves the pins

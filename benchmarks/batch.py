@@ -35,10 +35,10 @@ import asyncio, json, resource, sys, time
 from pathlib import Path
 from inferbus.workers.batch.runs import Options, begin, run
 from inferbus.workers.client import Client
-async def main(url, source):
+async def main(url, source, shared):
     async with Client.connect(url) as client:
         began = time.monotonic()
-        begun = await begin(client, Path(source), Options())
+        begun = await begin(client, Path(source), Options(shared=bool(shared)))
         checked = time.monotonic()
         record = await run(client, begun)
         ended = time.monotonic()
@@ -50,7 +50,9 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-async def measure(sizes: list[int], workers: int, prompt: int) -> list[dict[str, Any]]:
+async def measure(
+    sizes: list[int], workers: int, prompt: int, *, shared: bool = False
+) -> list[dict[str, Any]]:
     """One reading for each size, the plain loop first."""
     readings: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="inferbus-bench-") as name:
@@ -61,17 +63,25 @@ async def measure(sizes: list[int], workers: int, prompt: int) -> list[dict[str,
         async with LocalStack("", model=MODEL, roles=roles, scripted=script) as stack:
             server = stack.server.child.pid
             readings.append(await _plain(stack.url, prompt))
-            readings += [await _batch(stack, folder, lines, prompt, server) for lines in sizes]
+            for lines in sizes:
+                readings.append(await _batch(stack, folder, lines, prompt, server))
+                if shared:
+                    readings.append(await _batch(stack, folder, lines, prompt, server, shared=True))
     return readings
 
 
-async def _batch(stack: LocalStack, folder: Path, lines: int, prompt: int, server: int) -> dict[str, Any]:
-    source = folder / f"{lines}.jsonl"
+async def _batch(
+    stack: LocalStack, folder: Path, lines: int, prompt: int, server: int, *, shared: bool = False
+) -> dict[str, Any]:
+    way = "batch, shared" if shared else "batch"
+    source = folder / f"{lines}-{way}.jsonl"
     await asyncio.to_thread(_write, source, lines, prompt)
     before = _resident(server)
     peak, disk = before, 0
-    log = folder / f"{lines}.log"
-    child = await spawn("batch", [sys.executable, "-c", _CHILD, stack.url, str(source)], log=log)
+    log = source.with_suffix(".log")
+    child = await spawn(
+        "batch", [sys.executable, "-c", _CHILD, stack.url, str(source), "shared" * shared], log=log
+    )
     waiting = asyncio.ensure_future(child.wait())
     while not waiting.done():
         peak, disk = (
@@ -81,7 +91,7 @@ async def _batch(stack: LocalStack, folder: Path, lines: int, prompt: int, serve
         await asyncio.wait({waiting}, timeout=0.5)
     found: dict[str, Any] = json.loads((await asyncio.to_thread(log.read_text)).splitlines()[-1])
     return {
-        "way": "batch",
+        "way": way,
         "lines": lines,
         **{key: round(value, 1) for key, value in found.items()},
         "lines_per_s": round(lines / found["running_s"], 1),
@@ -148,8 +158,10 @@ def main() -> None:
     parser.add_argument("--lines", type=int, nargs="+", default=[10_000, 100_000])
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--prompt", type=int, default=64, help="token ids of a prompt")
+    parser.add_argument("--shared", action="store_true", help="measure batches that are shared as well")
     arguments = parser.parse_args()
-    for reading in asyncio.run(measure(arguments.lines, arguments.workers, arguments.prompt)):
+    readings = measure(arguments.lines, arguments.workers, arguments.prompt, shared=arguments.shared)
+    for reading in asyncio.run(readings):
         print(json.dumps(reading))
 
 

@@ -60,6 +60,8 @@ class BundleAnswer(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
             the three failed, or their worker ended: each is to be sent as a job of its own, which has the
             attempts and the quarantine that the delivery contract gives it.
         died: Whether a worker ended while it ran the bundle; nothing was run again then.
+        partial: Whether it is sent while the bundle runs: answers and errors of requests that ended since the
+            one before. It is not stored, and may be lost; the result has them all again.
     """
 
     job: str
@@ -68,3 +70,4 @@ class BundleAnswer(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
     errors: list[ItemError] = []
     unstarted: list[int] = []
     died: bool = False
+    partial: bool = False

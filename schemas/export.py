@@ -13,6 +13,7 @@ from typing import Any, Final, get_args
 import msgspec
 
 from inferbus.schemas.answers import Retrying, TextAnswer, TextChunk, TokenAnswer, TokenChunk
+from inferbus.schemas.bundles import Bundle, BundleAnswer
 from inferbus.schemas.errors import ErrorAnswer
 from inferbus.schemas.fleet import WorkerInfo
 from inferbus.schemas.handoff import FromPrefill, ToPrefill
@@ -29,6 +30,8 @@ STRUCTS: Final[dict[str, Any]] = {
     "answer.text": TextAnswer,
     "answer.error": ErrorAnswer,
     "answer.retrying": Retrying,
+    "bundle": Bundle,
+    "answer.bundle": BundleAnswer,
     "handoff.to_prefill": ToPrefill,
     "handoff.from_prefill": FromPrefill,
     "fleet.worker": WorkerInfo,

@@ -25,6 +25,9 @@ Room = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 QUEUED_EVERY: Final = 2.0
 """Seconds between two `Queued`."""
 
+TraceField = Annotated[str, Meta(max_length=512)]
+"""W3C's bound for `tracestate`; `traceparent` is shorter."""
+
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 
 
@@ -41,6 +44,7 @@ class Prefill(msgspec.Struct, tag="prefill", omit_defaults=True, kw_only=True):
         job: For logs.
         signature: Of the decode engine; checked again by prefill.
         timeout: Seconds after `Accepted` after which prefill gives up on its own.
+        trace: W3C trace context, as headers; empty where the decode worker does not trace.
     """
 
     rid: Rid
@@ -52,6 +56,7 @@ class Prefill(msgspec.Struct, tag="prefill", omit_defaults=True, kw_only=True):
     signature: Signature
     timeout: Seconds
     options: dict[str, Any] = {}
+    trace: dict[str, TraceField] = {}
 
 
 class Abort(msgspec.Struct, tag="abort", kw_only=True):

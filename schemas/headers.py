@@ -15,7 +15,8 @@ from inferbus.schemas.errors import InvalidRequest
 Status = Literal["ok", "error", "cancelled", "expired"]
 """How a reply subject ended."""
 
-Readable = Literal["chunks", "submissions"]
+Readable = Literal["chunks", "submissions", "jobs", "batches"]
+Removable = Literal["result", "files"]
 """What a caller may read of its own jobs through a worker: a job's stored chunks, or which of its submissions
 are queued."""
 
@@ -30,7 +31,10 @@ DEADLINE: Final = "Infer-Deadline"
 
 CONTENT_TYPE: Final = "Content-Type"
 TRACEPARENT: Final = "traceparent"
-"""W3C trace context: reserved, workers do not read it yet."""
+"""W3C trace context: the caller's span."""
+
+TRACESTATE: Final = "tracestate"
+"""W3C trace context: what vendors add to it."""
 
 STATUS: Final = "Infer-Status"
 """On the end mark and on results: see `Status`."""
@@ -64,6 +68,9 @@ BEGUN: Final = "Infer-Begun"
 
 READ: Final = "Infer-Read"
 """On a request to `infer.read.<owner>.<job>`: see `Readable`."""
+
+REMOVE: Final = "Infer-Remove"
+"""On a request to `infer.remove.<owner>.<name>`: see `Removable`."""
 
 FROM: Final = "Infer-From"
 """On that request: the stream sequence to begin at."""

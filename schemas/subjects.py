@@ -161,6 +161,10 @@ class Subjects(msgspec.Struct, frozen=True):
         """A request for what is stored of a job; a worker answers it."""
         return f"{self.prefix}.read.{escape(owner)}.{escape(job)}"
 
+    def remove(self, owner: str, name: str) -> str:
+        """A request to remove what is stored of a job or batch; a worker answers it."""
+        return f"{self.prefix}.remove.{escape(owner)}.{escape(name)}"
+
     def stream(self, owner: str, job: str) -> str:
         """The chunks of a durable job."""
         return f"{self.prefix}.stream.{escape(owner)}.{escape(job)}"
@@ -181,6 +185,14 @@ class Subjects(msgspec.Struct, frozen=True):
         """A part of a body that is too large for one message, counted from 0; or a filter, by `*`."""
         return f"{self.prefix}.objects.{escape(owner)}.{escape(object_id)}.{part}"
 
+    def file(self, owner: str, batch: str, name: str, offset: int) -> str:
+        """A segment of a file of a shared batch."""
+        return f"{self.prefix}.files.{escape(owner)}.{escape(batch)}.{escape(name)}.{offset}"
+
+    def files_of(self, owner: str, batch: str) -> str:
+        """Filter: all files of a batch."""
+        return f"{self.prefix}.files.{escape(owner)}.{escape(batch)}.>"
+
     def dead(self, model: str, kind: AnyKind) -> str:
         """A job that will not be tried again."""
         return f"{self.prefix}.dead.{escape(model)}.{UNKNOWN if kind == UNKNOWN else _kind(kind)}"
@@ -188,7 +200,17 @@ class Subjects(msgspec.Struct, frozen=True):
     def all(
         self,
         family: Literal[
-            "jobs", "stream", "results", "attempts", "cancel", "alive", "read", "dead", "objects"
+            "jobs",
+            "stream",
+            "results",
+            "attempts",
+            "cancel",
+            "alive",
+            "read",
+            "remove",
+            "dead",
+            "objects",
+            "files",
         ],
     ) -> str:
         """Filter: everything of one family."""
@@ -240,7 +262,7 @@ class Subjects(msgspec.Struct, frozen=True):
             return UNKNOWN
 
     def parse_key(
-        self, subject: str, family: Literal["stream", "results", "cancel", "alive", "read"]
+        self, subject: str, family: Literal["stream", "results", "cancel", "alive", "read", "remove"]
     ) -> JobKey:
         """The owner and job in a subject of one of these families.
 

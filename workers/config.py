@@ -51,6 +51,7 @@ OTHER_VARIABLES: Final = frozenset(
         "OWNER",
         "STAND_IN",
         "TEST_ENGINES",
+        "TEST_NATS_IMAGE",
     )
 )
 """Variables that are no settings: of the command line, the demo model, and the tests."""
@@ -127,7 +128,8 @@ class BusSettings(_Section, frozen=True, kw_only=True):
             if not _is_nats_url(url):
                 yield (
                     "urls",
-                    f"must be a nats://, tls://, ws:// or wss:// URL, not {hide_userinfo(url)!r}",
+                    "must be a nats://, tls://, ws:// or wss:// URL without a query, "
+                    f"not {hide_userinfo(url).partition('?')[0]!r}",
                 )
         ways = [name for name in ("creds", "nkey", "user", "token") if getattr(self, name) is not None]
         if len(ways) > 1:
@@ -207,9 +209,16 @@ class WorkerSettings(_Section, frozen=True, kw_only=True):
     ] = False
     metrics_port: Annotated[
         Annotated[int, Meta(ge=0, le=65535)] | None,
-        Meta(description="Port to serve Prometheus metrics on; 0: a free one; default: none."),
+        Meta(description="HTTP port of metrics and health checks; 0: a free one; default: none."),
     ] = None
     metrics_host: Annotated[str, Meta(description="Address to serve them on.")] = "0.0.0.0"  # noqa: S104
+    pod: Annotated[
+        Annotated[str, Meta(pattern="^[a-z0-9][-a-z0-9.]{0,252}$")] | None,
+        Meta(description="Kubernetes pod of this worker; its deletion cost follows the busy slots."),
+    ] = None
+    tracing: Annotated[
+        bool, Meta(description="Export OpenTelemetry traces; OTEL_… variables say where to.")
+    ] = False
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Unknown classes, and reply prefixes that are none."""
@@ -269,6 +278,9 @@ class StreamSettings(_Section, frozen=True, kw_only=True):
     objects_max_bytes: Annotated[
         int, Meta(description="Room for bodies that are too large for one message.", ge=MIB)
     ] = 1024 * MIB
+    files_max_bytes: Annotated[int, Meta(description="Room for the files of shared batches.", ge=MIB)] = (
+        1024 * MIB
+    )
     dead_max_bytes: Annotated[int, Meta(description="Room for dead letters.", ge=MIB)] = 256 * MIB
     dead_max_age: Annotated[float, Meta(description="Seconds that dead letters are kept.", ge=0)] = 30 * DAY
 
@@ -474,7 +486,9 @@ def _service_problem(option: Option, value: str) -> str:
 def _is_nats_url(url: str) -> bool:
     try:
         parts = urlsplit(url if "://" in url else f"nats://{url}")
-        return parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0
+        # A password in a query would not be one, and would be shown.
+        usable = bool(parts.hostname) and parts.port != 0 and not parts.query
+        return parts.scheme in _SCHEMES and usable
     except ValueError:
         return False
 

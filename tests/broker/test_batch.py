@@ -96,7 +96,8 @@ async def test_a_row_that_kills_its_worker_becomes_its_error_line_and_no_other_d
 async def restarted(workers: Fleet, script: str, **settings: Any) -> None:
     """Keeps one worker running."""
     while True:
-        child = await workers.start("both", script, **settings)
+        # Not waited for until it is ready: it may be killed by its first job before anybody has noticed.
+        child = await workers.start("both", script, ready=False, **settings)
         await child.wait()
 
 
@@ -141,6 +142,23 @@ async def test_the_server_and_the_workers_may_be_killed_meanwhile(
     reconcile(
         tmp_path / "in.output.jsonl", tmp_path / "in.errors.jsonl", [f"line-{n}" for n in range(1, count + 1)]
     )
+
+
+async def test_a_killed_worker_loses_no_line_that_had_ended(
+    workers: Fleet, client: Client, tmp_path: Path
+) -> None:
+    """One bundle, of which one line never ends."""
+    worker = await workers.start("both", "[[rules]]\nfirst_token = 8\ndelay = 60\n[[rules]]\n", slots=32)
+    source = write(tmp_path / "in.jsonl", [line(n) for n in range(1, 9)])
+    running = asyncio.create_task(run(client, await begin(client, source, Options())))
+    partial, output = tmp_path / "in.output.jsonl.partial", tmp_path / "in.output.jsonl"
+    await until_written(partial, 7)
+    before = read_whole(partial)
+    worker.kill()
+    await workers.start(slots=32)
+    assert (await running).counts.succeeded == 8
+    assert read(output)[:7] == before
+    assert len({each["response"]["request_id"] for each in before}) == 1
 
 
 async def test_a_cancelled_batch_has_a_line_for_every_line_and_a_retry_runs_the_rest(

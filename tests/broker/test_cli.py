@@ -11,11 +11,17 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 
+import msgspec
 import pytest
 import pytest_asyncio
 
-from inferbus.workers.cli import main
+from inferbus.workers.bus.fleet.registry import announce, withdraw
+from inferbus.workers.cli import main, waiting
+from inferbus.workers.client import Client
+from inferbus.workers.config import WorkerSettings
+from inferbus.workers.roles.description import Description
 from inferbus.workers.stack.server import NatsServer
+from tests.support.eventually import eventually
 from tests.support.fleet import Fleet, fleet
 
 SCRIPT = """
@@ -201,6 +207,37 @@ async def test_jobs_of_a_model_are_accepted_before_it_is_served_once_its_queue_i
     assert (code, err[:24]) == (1, "inferbus: job_not_found:")
     code, _, err = await run("pause", "other")
     assert (code, err[:26]) == (1, "inferbus: model_not_found:")
+
+
+async def test_a_command_that_waits_says_when_the_last_worker_goes_and_when_one_comes(
+    workers: tuple[NatsServer, Fleet], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "LOOK_EVERY", 0.05)
+    server, found = workers
+    settings = WorkerSettings(worker="late")
+    late = msgspec.structs.replace(
+        Description("both", settings, "late").loading(), state="ready", kinds=["chat"]
+    )
+    said: list[str] = []
+
+    def lines(count: int) -> Callable[[], bool]:
+        def told() -> bool:
+            said.extend(capsys.readouterr().err.splitlines())
+            return len(said) >= count
+
+        return told
+
+    async with (
+        Client.connect(server.url) as client,
+        waiting.telling_of_workers(client, "late", waiting="the batch"),
+    ):
+        await eventually(lines(1))
+        announce(found.bus, late)
+        await eventually(lines(2))
+        withdraw(found.bus, late)
+        await eventually(lines(3))
+    none = "inferbus: warning: the batch waits: no worker serves the model 'late'; served are: scripted"
+    assert said == [none, "inferbus: a worker serves the model 'late' now", none]
 
 
 async def test_a_job_is_shown_without_its_owner_where_that_is_clear(run: Run) -> None:

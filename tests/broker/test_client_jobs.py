@@ -255,6 +255,38 @@ async def test_a_chunk_lost_on_the_way_is_read_from_the_stored_stream(
     assert got == ["", "a", "b", "c", "", ""]
 
 
+async def test_chunks_that_were_read_reach_the_reader_although_the_result_cannot_be_read(
+    client: Client, worker: Responder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = await client.submit("chat", "m", BODY)
+    lossy(client, monkeypatch, lambda message: b'"seq":2,' in message.data)
+    got: list[str] = []
+    reading = asyncio.create_task(read_into(got, client.stream(job)))
+    chunks, subject = chunks_of("a", "b", "c"), f"infer.stream.me.{job.id}"
+    await worker.send(subject, *chunks[:2], headers=of(job))
+    await eventually(lambda: got == ["", "a"])
+    await client.bus.js.delete_stream(layout.RESULTS)
+    await worker.send(subject, *chunks[2:], headers=of(job))
+    await eventually(lambda: got[:4] == ["", "a", "b", "c"])
+    await provision(client.bus, StreamSettings(), model="m")
+    assert job.submission is not None
+    await worker.store_result("me", job.id, "abc", submission=job.submission)
+    await reading
+    assert "".join(got) == "abc"
+
+
+async def test_what_was_read_reaches_the_reader_before_the_error_that_ends_its_stream(
+    client: Client, worker: Responder
+) -> None:
+    job = await client.submit("chat", "m", BODY)
+    await worker.send(f"infer.stream.me.{job.id}", *chunks_of("a", "b"), headers=of(job))
+    await client.bus.js.delete_stream(layout.RESULTS)
+    got: list[str] = []
+    with pytest.raises(BusUnavailable):
+        await read_into(got, client.stream(job))
+    assert "".join(got) == "ab"
+
+
 async def test_a_lost_tail_is_noticed_after_a_silence(
     client: Client, worker: Responder, monkeypatch: pytest.MonkeyPatch, server: NatsServer
 ) -> None:

@@ -128,3 +128,15 @@ async def test_health_warns_of_workers_that_serve_different_things(
     await streams.flush()
     assert await health(server) == 0
     assert "warning: workers of m serve different things under one name" in capsys.readouterr().err
+
+
+async def test_a_worker_whose_answers_do_not_fit_makes_the_fleet_unhealthy(
+    server: NatsServer, streams: Bus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One large answer may be too much for a stream that is far from its limit."""
+    await consumers(streams)
+    announce(streams, msgspec.structs.replace(worker(), reason="maximum bytes exceeded"))
+    await streams.flush()
+    assert await health(server) == 1
+    assert capsys.readouterr().err == "inferbus: the worker w1 takes no jobs: maximum bytes exceeded\n"
+    assert await health(server, "--worker", "w1") == 0

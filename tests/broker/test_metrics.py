@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from inferbus.workers.client import Client
 from inferbus.workers.stack.processes import Child
 from inferbus.workers.stack.server import NatsServer
 from tests.support.eventually import eventually
 from tests.support.fleet import Fleet, fleet, stop
+from tests.support.forwarder import Forwarder
+from tests.support.probes import probe
 from tests.support.prometheus import Scrape, scrape
 
 PREFILL = """
@@ -60,6 +63,42 @@ async def test_both_workers_of_a_pair_count_a_request_that_went_through_them(
         assert told("inferbus_kv_transfer_seconds_sum") == pytest.approx(0.004)
         assert told("inferbus_kv_transfer_bytes_sum") == 163_840
         assert await stop(decode) == await stop(prefill) == 0
+
+
+async def test_a_worker_s_probes_follow_its_connection_and_its_drain(
+    server: NatsServer, tmp_path: Path
+) -> None:
+    endless = "[[rules]]\nlength = 1000\ndelay = 0.05"
+    forwarder = Forwarder("127.0.0.2", server.port)
+    await forwarder.lead_to("127.0.0.1")
+    url = f"nats://{forwarder.host}:{forwarder.port}"
+    async with fleet(server, tmp_path) as found, Client.connect(server.url) as client:
+        worker = await found.start(
+            "both", endless, metrics_port=0, metrics_host="127.0.0.1", nats_url=url, grace=60
+        )
+        number = port(found, worker)
+
+        async def answers(path: str, wanted: tuple[int, str]) -> None:
+            async def same() -> bool:
+                return await probe(number, path) == wanted
+
+            await eventually(same, what=f"{path} answers {wanted}")
+
+        await answers("/readyz", (200, "ok"))
+        assert await probe(number, "/livez") == (200, "ok")
+        await forwarder.close()
+        await answers("/readyz", (503, "NATS is not connected"))
+        assert await probe(number, "/livez") == (200, "ok")
+        await forwarder.lead_to("127.0.0.1")
+        await answers("/readyz", (200, "ok"))
+        answer = client.tokens("scripted", [1, 2], max_tokens=1000)
+        await anext(aiter(answer))
+        worker.send_signal(signal.SIGTERM)
+        await answers("/readyz", (503, "draining"))
+        assert await probe(number, "/livez") == (200, "ok")
+        await answer.cancel()
+        assert await worker.wait() == 0
+        await forwarder.close()
 
 
 async def test_a_worker_serves_no_metrics_unless_it_is_asked_to(server: NatsServer, tmp_path: Path) -> None:

@@ -7,11 +7,16 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from inferbus.schemas.headers import JOB_ID, REMOVE
+from inferbus.workers.batch.runs import Options, begin
+from inferbus.workers.batch.runs import run as run_batch
+from inferbus.workers.batch.state import Batches
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.errors import NotPermitted
 from inferbus.workers.bus.fleet.registry import Roster
@@ -23,6 +28,8 @@ from inferbus.workers.client.operator import Operator
 from inferbus.workers.config import StreamSettings
 from inferbus.workers.stack.processes import Children
 from inferbus.workers.stack.server import NatsServer
+from tests.support.batches import read, write
+from tests.support.eventually import eventually
 from tests.support.fleet import MODEL, Fleet
 from tests.support.users import OWNERS, WORKER, configuration, login
 
@@ -139,6 +146,56 @@ async def test_a_queued_job_is_found_by_its_id(acme: Client, server: NatsServer)
             assert (await acme.find("queued", submission=first.submission)).submission == first.submission
         finally:
             await Operator(client.bus).resume(MODEL)
+
+
+async def test_a_batch_runs_goes_on_and_leaves_nothing_with_a_clients_permissions(
+    acme: Client, globex: Client, server: NatsServer, tmp_path: Path
+) -> None:
+    source = write(
+        tmp_path / "in.jsonl",
+        [
+            {
+                "custom_id": str(n),
+                "method": "POST",
+                "url": "/v1/chat/completions",
+                "body": {"model": MODEL} | CHAT,
+            }
+            for n in range(20)
+        ],
+    )
+    async with Client.connect(login(server, "operator")) as client:
+        await Operator(client.bus).pause(MODEL)
+        try:
+            running = asyncio.create_task(run_batch(acme, await begin(acme, source, Options(shared=True))))
+            found = await eventually(lambda: queued(acme))
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        finally:
+            await Operator(client.bus).resume(MODEL)
+    record = await run_batch(acme, await begin(acme, source, Options()))
+    assert (record.status, record.counts.succeeded) == ("completed", 20)
+    lines = read(Path(record.output))
+    assert {each["response"]["request_id"] for each in lines} >= found, "what was queued is not sent again"
+    subjects = acme.bus.subjects
+    async with Client.connect(login(server, "root")) as root:
+        left = await JetStream(root.bus).read(layout.RESULTS, subjects.results_of("acme"))
+        assert not [each for each in left if record.id in each.subject]
+        assert [kept.record.id for kept in await Batches(acme.bus, "acme").all()] == [record.id]
+        assert await Batches(globex.bus, "globex").all() == []
+        await Batches(acme.bus, "acme").remove(record)
+        assert await JetStream(root.bus).read(layout.FILES, subjects.all("files")) == []
+
+
+async def test_a_removal_that_does_not_say_what_is_refused(acme: Client) -> None:
+    answer = await acme.bus.request(acme.bus.subjects.remove("acme", "x"), b"", {REMOVE: "everything"})
+    assert b"invalid_request" in answer.data
+
+
+async def queued(client: Client) -> set[str]:
+    """The queued jobs of the batch that a file began."""
+    (kept,) = await Batches(client.bus, client.owner).all()
+    jobs = await reads.through_a_worker(client.bus, "jobs", client.owner, kept.record.id)
+    return {each.headers[JOB_ID] for each in jobs}
 
 
 async def test_nothing_of_another_owner_can_be_read(acme: Client, globex: Client) -> None:

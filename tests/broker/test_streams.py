@@ -10,6 +10,7 @@ import pytest
 
 from inferbus.schemas.errors import BusUnavailable
 from inferbus.schemas.subjects import CLASSES, KINDS, Subjects
+from inferbus.workers.batch.state import Batches
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.errors import ApiError, NoResponders, NotPermitted, ProvisionError
 from inferbus.workers.bus.jetstream import layout
@@ -33,10 +34,12 @@ async def test_every_stream_of_the_contract_is_made(streams: Bus) -> None:
     assert sorted(names) == [
         "INFER_CANCEL",
         "INFER_DEAD",
+        "INFER_FILES",
         "INFER_JOBS",
         "INFER_OBJECTS",
         "INFER_RESULTS",
         "INFER_STREAM",
+        "KV_INFER_BATCHES",
         "KV_INFER_WORKERS",
     ]
     jobs = await config(streams, layout.JOBS)
@@ -336,3 +339,16 @@ async def test_an_owner_has_no_more_open_jobs_than_it_may(streams: Bus, connect:
     await first.ack()
     await JetStream(streams).store(subject, b"{}")
     await queue.stop()
+
+
+async def test_batches_of_two_prefixes_are_apart(streams: Bus, connect: Connect) -> None:
+    other = await connect(prefix="acme.llm")
+    await provision(other, StreamSettings())
+    await Batches(streams, "o").ask_cancel("batch_1")
+    assert await Batches(streams, "o").cancel_asked("batch_1")
+    assert not await Batches(other, "o").cancel_asked("batch_1")
+
+
+async def test_without_the_streams_a_batch_says_what_is_missing(bus: Bus) -> None:
+    with pytest.raises(BusUnavailable, match="KV_INFER_BATCHES: has a worker been started"):
+        await Batches(bus, "o").get("batch_1")

@@ -1,9 +1,11 @@
-"""Run compose.yaml for real on this machine: up, a question, two decode workers, a drain, down.
+"""Run compose.yaml for real on this machine, as `make test-containers` does.
 
     python -m tests.deploy.check_stack [--build]
 
-Needs Docker (`tests/deploy/bring_up_docker.sh`) and some 9 GB of disk; takes a few minutes on two cores.
-Says what it does and how long that took, and exits with 0 if all of it worked. Nothing is left but the image.
+Builds the images, starts the stack, asks over plain NATS from outside and with the client's image from
+inside, scales decode to two, kills one of them in the middle of an answer, stops one in the middle of another
+answer, and stops the rest. Needs Docker (`tests/deploy/bring_up_docker.sh`) and some 9 GB of disk. Says what
+it does and how long that took, and exits with 0 if all of it worked. Nothing is left but the images.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any
 import nats
 from nats.aio.client import Client as Connection
 
-from inferbus.workers.client import Client
+from inferbus.workers.client import Client, text
 
 ROOT = Path(__file__).parents[2]
 PROJECT = "inferbus-check"
@@ -37,8 +39,18 @@ BODY = {
     "temperature": 0,
     "max_tokens": 32,
 }
+LONG = {
+    "messages": [{"role": "user", "content": "Count from one to one thousand."}],
+    "temperature": 0,
+    "max_tokens": 192,
+    "ignore_eos": True,
+}
+BEGUN = 8
+"""Chunks of a long answer after which its worker is killed or stopped."""
+CHAT = ["inferbus", "chat", "--temperature", "0", MODEL, "What is the capital of France?"]
 READY_SECONDS = 1800.0
 ANSWER_SECONDS = 180.0
+KILLED = 137
 
 
 def compose(*arguments: str) -> str:
@@ -52,8 +64,6 @@ def compose(*arguments: str) -> str:
         "PREFILL_ARGS": "--max-total-tokens 4096",
         "DECODE_ARGS": "--max-total-tokens 4096 --prefill-timeout 120",
     }
-    if "DOCKER_BUILDKIT" not in environment and not _has_buildkit():
-        environment["DOCKER_BUILDKIT"] = "0"
     done = subprocess.run(
         [*program, "--project-name", PROJECT, "--project-directory", str(ROOT), *arguments],
         cwd=ROOT,
@@ -67,9 +77,21 @@ def compose(*arguments: str) -> str:
     return done.stdout
 
 
-def _has_buildkit() -> bool:
-    command = ["docker", "buildx", "version"]
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+def build(target: str) -> None:
+    """Builds an image as compose.yaml does, over the host's network: a container's may reach no registry."""
+    command = ["docker", "build", "--network", "host", "--target", target, "--tag", f"inferbus:{target}"]
+    with_buildkit = subprocess.run(["docker", "buildx", "version"], capture_output=True, check=False)
+    environment = {"DOCKER_BUILDKIT": "0" if with_buildkit.returncode else "1"} | os.environ
+    done = subprocess.run(
+        [*command, "--file", "deploy/Dockerfile", "."],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"building {target} failed:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
 
 
 @contextlib.contextmanager
@@ -97,15 +119,15 @@ async def ask(connection: Connection) -> tuple[str, str, str]:
     replies = await connection.subscribe(inbox)
     body = {**BODY, "stream": True}
     await connection.publish(SUBJECT, json.dumps(body).encode(), reply=inbox)
-    text = ""
+    answer = ""
     while (message := await replies.next_msg(timeout=ANSWER_SECONDS)).data:
         chunk: dict[str, Any] = json.loads(message.data)
         if "error" in chunk:
             raise SystemExit(f"an error came back: {chunk}")
-        text += "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+        answer += "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
     await replies.unsubscribe()
     headers = message.headers or {}
-    return text, headers["Infer-Worker"], headers["Infer-Prefill-Worker"]
+    return answer, headers["Infer-Worker"], headers["Infer-Prefill-Worker"]
 
 
 async def talk() -> None:
@@ -118,39 +140,103 @@ async def talk() -> None:
             await ready(client, prefill=1, decode=1)
         with step("plain NATS request"):
             reply = await connection.request(SUBJECT, json.dumps(BODY).encode(), timeout=ANSWER_SECONDS)
-            _check(json.loads(reply.data)["choices"][0]["message"]["content"])
+            _check_paris(json.loads(reply.data)["choices"][0]["message"]["content"])
         with step("streamed answer"):
-            _check((await ask(connection))[0])
+            _check_paris((await ask(connection))[0])
+        with step("answer through the client's image"):
+            _check_paris(await asyncio.to_thread(compose, "run", "--rm", "client", *CHAT))
         with step("scaled to two decode workers"):
             compose("up", "--detach", "--scale", "decode=2")
             await ready(client, prefill=1, decode=2)
         with step("answers from both of them"):
             served: set[str] = set()
             for _ in range(16):
-                text, decode, _prefill = await ask(connection)
-                _check(text)
+                answer, decode, _prefill = await ask(connection)
+                _check_paris(answer)
                 served.add(decode)
                 if len(served) == 2:
                     break
             else:
                 raise SystemExit(f"only {served} answered")
+        with step("decode container killed in the middle of an answer, which went on"):
+            killed = await interrupt(client, "kill")
+            _check(exit_code(killed) == KILLED, f"{killed} was not killed")
+        with step("killed container started again"):
+            await asyncio.to_thread(_docker, "start", killed)
+            await ready(client, prefill=1, decode=2)
+        with step("decode container stopped in the middle of an answer, which ended there"):
+            stopped = await interrupt(client, "stop --time 120")
+            _check(exit_code(stopped) == 0, f"{stopped} did not drain")
 
 
-def _check(answer: str) -> None:
-    if "Paris" not in answer:
-        raise SystemExit(f"not the answer about Paris: {answer!r}")
+def _check_paris(answer: str) -> None:
+    _check("Paris" in answer, f"not the answer about Paris: {answer!r}")
 
 
-def exit_codes() -> dict[str, str]:
-    """How the containers of the workers ended."""
-    ids = compose("ps", "--all", "--quiet", "prefill", "decode").split()
-    shown = subprocess.run(
-        ["docker", "inspect", "--format", "{{.Name}} {{.State.ExitCode}}", *ids],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return dict(line.split() for line in shown.stdout.splitlines())
+async def interrupt(client: Client, command: str) -> str:
+    """Runs `docker COMMAND` on the decode worker of a job in the middle of its answer, which has to go on.
+
+    Returns:
+        The container.
+    """
+    job = await client.submit("chat", MODEL, LONG)
+    container, before, chunks = "", "", 0
+    async with asyncio.timeout(ANSWER_SECONDS):
+        async for chunk in client.stream(job):
+            chunks += 1
+            if chunks <= BEGUN:
+                before += text(chunk)
+            if chunks == BEGUN:
+                container = await _serving(client)
+                await asyncio.to_thread(_docker, *command.split(), container)
+        answer: Any = (await client.result(job)).answer
+    _check(chunks > BEGUN, "the answer was too short to be interrupted")
+    _check(answer["choices"][0]["message"]["content"].startswith(before), "another answer began")
+    _check(answer["usage"]["completion_tokens"] == LONG["max_tokens"], f"it ended early: {answer['usage']}")
+    return container
+
+
+async def _serving(client: Client) -> str:
+    """The container of the decode worker that is busy."""
+    async with asyncio.timeout(ANSWER_SECONDS):
+        while True:
+            for info in await client.workers():
+                if info.role == "decode" and info.state == "ready" and info.load.busy:
+                    return info.host
+            await asyncio.sleep(0.1)
+
+
+def _docker(*arguments: str) -> str:
+    command = ["docker", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _check(fine: bool, otherwise: str) -> None:
+    if not fine:
+        raise SystemExit(otherwise)
+
+
+def exit_codes(*services: str) -> dict[str, int]:
+    """How the containers of these services ended."""
+    ids = compose("ps", "--all", "--quiet", *services).split()
+    return {identity[:12]: exit_code(identity) for identity in ids}
+
+
+def exit_code(container: str) -> int:
+    """How a container ended."""
+    return int(_docker("inspect", "--format", "{{.State.ExitCode}}", container))
+
+
+def labelled() -> None:
+    """Both images say what they are, run as nobody in particular, and only the worker's checks its health."""
+    for image, checked in (("inferbus:cpu", True), ("inferbus:client", False)):
+        [found] = json.loads(_docker("image", "inspect", image))
+        config = found["Config"]
+        labels = config["Labels"]
+        _check(labels["org.opencontainers.image.title"] == "inferbus", f"labels of {image}: {labels}")
+        _check(config["User"] == "10001:10001", f"{image} runs as {config['User']}")
+        _check(bool(config.get("Healthcheck")) == checked, f"health check of {image}")
+        sys.stdout.write(f"           {image}: {found['Size'] / 1e6:,.0f} MB\n")
 
 
 def main() -> None:
@@ -160,16 +246,17 @@ def main() -> None:
     options = parser.parse_args()
     try:
         if options.build:
-            with step("image built"):
-                compose("build", "models")
+            with step("images built"):
+                for target in ("client", "cpu"):
+                    build(target)
+        labelled()
         with step("containers started, demo model prepared"):
             compose("up", "--detach")
         asyncio.run(talk())
         with step("workers drained and stopped"):
             compose("stop", "prefill", "decode")
-        codes = exit_codes()
-        if set(codes.values()) != {"0"} or len(codes) != 3:
-            raise SystemExit(f"the workers did not all end with 0: {codes}")
+        codes = exit_codes("prefill", "decode")
+        _check(list(codes.values()) == [0, 0, 0], f"the workers did not all end with 0: {codes}")
     except BaseException:
         sys.stdout.write(compose("logs", "--no-color", "--tail", "40"))
         raise

@@ -145,7 +145,7 @@ def test_files_that_are_mounted_or_copied_exist(compose: dict[str, Any]) -> None
     ]
     copied = [
         source
-        for line in re.findall(r"^COPY (.+)$", DOCKERFILE.read_text(), re.MULTILINE)
+        for line in re.findall(r"^COPY (?!--from)(.+)$", DOCKERFILE.read_text(), re.MULTILINE)
         for source in line.split()[:-1]
     ]
     assert mounted
@@ -156,16 +156,27 @@ def test_files_that_are_mounted_or_copied_exist(compose: dict[str, Any]) -> None
 def test_everything_copied_is_let_through_by_dockerignore() -> None:
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     allowed = {line.removeprefix("!") for line in ignored if line.startswith("!")}
-    for line in re.findall(r"^COPY (.+)$", DOCKERFILE.read_text(), re.MULTILINE):
+    for line in re.findall(r"^COPY (?!--from)(.+)$", DOCKERFILE.read_text(), re.MULTILINE):
         assert {source.split("/")[0] for source in line.split()[:-1]} <= allowed
 
 
-def test_both_images_run_as_somebody_else_than_root() -> None:
-    _, *targets = re.split(r"^FROM base AS ", DOCKERFILE.read_text(), flags=re.MULTILINE)
-    assert [target.split()[0] for target in targets] == ["cpu", "gpu"]
-    for target in targets:
-        assert re.search(r"^USER 10001:10001$", target, re.MULTILINE)
-        assert not re.search(r"^USER root", target, re.MULTILINE)
+def test_images_run_as_somebody_else_than_root() -> None:
+    _, *stages = re.split(r"^FROM ", DOCKERFILE.read_text(), flags=re.MULTILINE)
+    named = {stage.split()[2]: stage for stage in stages}
+    assert {"client", "cpu", "gpu"} <= named.keys()
+    for target in ("client", "cpu", "gpu"):
+        assert re.search(r"^USER 10001:10001$", named[target], re.MULTILINE)
+        assert not re.search(r"^USER root", named[target], re.MULTILINE)
+
+
+def test_images_say_what_they_are_and_of_which_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    labels = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]*)"', DOCKERFILE.read_text()))
+    assert {name: labels[name] for name in ("title", "licenses", "version")} == {
+        "title": project["name"],
+        "licenses": project["license"],
+        "version": project["version"],
+    }
 
 
 @pytest.mark.parametrize(("pinned", "extra"), [("cpu.txt", "worker"), ("gpu.txt", "gpu")])

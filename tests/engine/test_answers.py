@@ -78,7 +78,7 @@ async def test_a_completion_sends_no_chunk_without_text(
 async def test_a_stream_has_the_log_probability_of_every_token(
     engine: RemoteEngine, prefill: RemoteEngine, decode: RemoteEngine, paired: bool, kind: Kind
 ) -> None:
-    """The aggregated engine has a tool parser, the pair has none: SGLang treats them differently."""
+    """The aggregated engine has found a tool parser, the pair has none: SGLang treats them differently."""
     fields = {"logprobs": True, "top_logprobs": 2} if kind == "chat" else {"logprobs": 2}
     prompt = await prepared(decode if paired else engine, kind, SCRIPTS, **fields)
     deltas = through_pair(prefill, decode, prompt) if paired else legs(engine, prompt)

@@ -68,6 +68,7 @@ def test_flags_pass_through_and_the_role_adds_its_own(told: dict[str, dict[str, 
     assert decode["disaggregation_transfer_backend"] == "nixl"
     assert decode["incremental_streaming_output"] is True
     assert decode["served_model_name"] == "mine"
+    assert decode["tool_call_parser"] == "auto"
     assert decode["bootstrap"] is None
 
 

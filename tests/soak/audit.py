@@ -82,8 +82,10 @@ class Audit:
         await self._read(layout.RESULTS, subjects.all("results"), self._result)
         await self._read(layout.DEAD, subjects.all("dead"), self._letter)
         info = await browse.stream_info(self._bus, layout.JOBS)
-        self.stored = info["state"]["last_seq"]
-        for sequence in range(1, self.stored + 1):
+        # The number of the first job is made from the clock, see `layout.new_stream`.
+        first, last = info["config"]["first_seq"], info["state"]["last_seq"]
+        self.stored = last - first + 1
+        for sequence in range(first, last + 1):
             self._check_stored(sequence)
         for submission in self._ledger.submissions.values():
             self._check_end(submission)

@@ -17,8 +17,13 @@ SERVERS = 3
 
 
 @contextlib.asynccontextmanager
-async def cluster(directory: Path) -> AsyncIterator[list[NatsServer]]:
-    """Three servers that know each other; JetStream has no leader yet."""
+async def cluster(directory: Path, *, monitoring: bool = False) -> AsyncIterator[list[NatsServer]]:
+    """Three servers that know each other; JetStream has no leader yet.
+
+    Args:
+        directory: Of theirs.
+        monitoring: Open their monitoring ports.
+    """
     ports = free_ports(SERVERS)
     routes = ", ".join(f'"nats-route://{HOST}:{port}"' for port in ports)
     # One route between two servers: several are still being made and dropped when streams get their copies.
@@ -27,6 +32,7 @@ async def cluster(directory: Path) -> AsyncIterator[list[NatsServer]]:
         NatsServer(
             directory / f"n{number}",
             sync_interval=None,
+            monitoring=monitoring,
             extra=f'server_name: n{number}\ncluster {{ listen: "{HOST}:{port}", {shared} }}',
         )
         for number, port in enumerate(ports)

@@ -19,6 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 NATS_CONFIG = ROOT / "deploy" / "nats" / "nats.conf"
+IMAGE = "INFERBUS_TEST_NATS_IMAGE"
 DEFAULT_NATS_IMAGE = "nats:2.15"
 LOOPBACK = "127.0.0.1"
 START_SECONDS = 30.0
@@ -26,7 +27,7 @@ START_SECONDS = 30.0
 
 def nats_image() -> str:
     """The image that tests start."""
-    return os.environ.get("INFERBUS_TEST_NATS_IMAGE") or DEFAULT_NATS_IMAGE
+    return os.environ.get(IMAGE) or DEFAULT_NATS_IMAGE
 
 
 @functools.cache

@@ -54,6 +54,7 @@ def chosen(name: str, role: Role, argv: list[str], **more: Any) -> None:
         "disaggregation_mode",
         "disaggregation_transfer_backend",
         "incremental_streaming_output",
+        "tool_call_parser",
         "served_model_name",
         "tp_size",
         "host",

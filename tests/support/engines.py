@@ -18,7 +18,11 @@ from tests.support.remote_engine import RemoteEngine
 
 FLAGS = ("--max-total-tokens", "8192", "--max-running-requests", "32", "--random-seed", "1")
 ROLES: dict[str, Role] = {"both": "both", "prefill": "prefill", "decode": "decode", "bare": "both"}
-OWN_FLAGS = {"both": ("--tool-call-parser", "qwen25"), "bare": ("--skip-tokenizer-init",)}
+OWN_FLAGS = {
+    # No parser is named: SGLang finds it by the template.
+    "both": ("--chat-template", str(Path(__file__).with_name("calling.jinja"))),
+    "bare": ("--skip-tokenizer-init",),
+}
 
 KEPT = os.environ.get("INFERBUS_TEST_ENGINES")
 """A folder: they stay for the next test run, which finds them there; for work on the tests themselves."""

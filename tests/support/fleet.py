@@ -61,7 +61,7 @@ class Fleet:
         self._count = 0
 
     async def start(
-        self, role: Role = "both", script: str = "", *, ready: bool = True, **settings: Any
+        self, role: Role = "both", script: str = "", *, ready: bool = True, before: str = "", **settings: Any
     ) -> Child:
         """A worker process.
 
@@ -69,6 +69,7 @@ class Fleet:
             role: Of the worker.
             script: TOML of the scripted engine.
             ready: Wait until it has announced itself.
+            before: Python that it runs first.
             settings: Of the worker, by the names of their environment variables.
         """
         tomllib.loads(script)
@@ -76,7 +77,7 @@ class Fleet:
         name = f"{self._prefix}{self._count}"
         path = self._directory / f"{name}.toml"
         path.write_text(script)
-        child = await self.spawn(name, [sys.executable, "-c", _MAIN, role, str(path)], **settings)
+        child = await self.spawn(name, [sys.executable, "-c", before + _MAIN, role, str(path)], **settings)
         if ready:
             await self.ready(child, within=30)
         return child

@@ -17,6 +17,7 @@ from inferbus.schemas.errors import EngineFailed, InferbusError, InvalidRequest
 from inferbus.schemas.subjects import Subjects
 from inferbus.workers.admission import Permit
 from inferbus.workers.bus.interface import Stored
+from inferbus.workers.jobs import bundle
 from inferbus.workers.jobs.cancel import Cancels
 from inferbus.workers.jobs.delivery import Deliveries
 from inferbus.workers.jobs.runner import AttemptRunner, Work
@@ -166,3 +167,24 @@ async def test_an_unreadable_bundle_answers_nothing_and_stops_nobody() -> None:
         time=bench.broker.now(),
     )
     assert (await bench.handle(MemoryDelivery(broken)))["answers"] == []
+
+
+async def test_what_has_ended_is_told_while_the_rest_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundle, "TOLD_EVERY", 0.0)
+    bench = Bench({11: InvalidRequest("no")})
+    bench.block = {12}
+    delivery = bench.bundle([10, 11, 12])
+    running = asyncio.create_task(bench.handle(delivery))
+    await eventually(lambda: len(told(bench)) >= 1 and sum(map(ended, told(bench))) == 2)
+    assert all(part.partial for part in told(bench))
+    running.cancel()
+
+
+def told(bench: Bench) -> list[BundleAnswer]:
+    """What the submitter heard."""
+    sent = [each for each in bench.broker.sent if each.subject == "_INBOX.me.b1"]
+    return [msgspec.json.decode(each.data, type=BundleAnswer) for each in sent]
+
+
+def ended(answer: BundleAnswer) -> int:
+    return len(answer.answers) + len(answer.errors)

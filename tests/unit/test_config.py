@@ -138,6 +138,12 @@ def test_a_url_that_cannot_be_parsed_is_a_problem_and_no_traceback(url: str) -> 
     assert "must be a nats://" in told({"nats_url": (url,)})[0]
 
 
+def test_a_url_with_a_query_is_refused_and_the_query_not_repeated() -> None:
+    (problem,) = told({"nats_url": ("nats://host:4222/?password=hunter2",)})
+    assert "without a query" in problem
+    assert "hunter2" not in problem
+
+
 def test_unknown_variables_are_named_with_what_was_probably_meant() -> None:
     env = {
         "INFERBUS_SLOT": "3",

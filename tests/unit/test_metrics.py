@@ -30,7 +30,9 @@ from inferbus.workers.jobs.retry import RetryPolicy
 from inferbus.workers.jobs.runner import AttemptRunner, Work
 from inferbus.workers.jobs.scope import Scope
 from inferbus.workers.jobs.settings import JobSettings
-from inferbus.workers.observe.metrics import Metrics, Unserved, check, serving
+from inferbus.workers.observe.endpoint import Unserved, serving
+from inferbus.workers.observe.health import Health
+from inferbus.workers.observe.metrics import Metrics, check, serve
 from tests.support.memory import MemoryBroker, MemoryDelivery
 from tests.support.prometheus import Scrape, scrape
 
@@ -239,11 +241,18 @@ async def test_no_label_has_an_id_an_owner_or_a_subject() -> None:
     assert not any(word in bench.told.text for word in ("acme", "j7", "_INBOX", "w1"))
 
 
+def health() -> Health:
+    return Health(lambda: "loading weights")
+
+
 async def test_metrics_are_served_while_asked_for_and_not_after() -> None:
     settings = WorkerSettings(metrics_port=free_port(), metrics_host="127.0.0.1")
     assert settings.metrics_port is not None
-    async with serving(settings, ENGINE, role="both") as metrics:
-        assert metrics is not None
+    async with serving(settings, health()) as port:
+        assert port is not None
+        with pytest.raises(OSError, match="503"):
+            await scrape(settings.metrics_port)
+        metrics = serve(port, ENGINE, role="both")
         metrics.handed_off(0.1, None, None)
         assert (await scrape(settings.metrics_port))("inferbus_handoffs_total") == 1
     with pytest.raises(OSError, match="refused"):
@@ -254,8 +263,8 @@ async def test_without_a_port_nothing_is_counted_or_imported() -> None:
     code = (
         "import asyncio, sys;"
         "from inferbus.workers.config import WorkerSettings; from inferbus.workers.observe import metrics;"
-        "settings = WorkerSettings(); metrics.check(settings);"
-        "found = asyncio.run(metrics.serving(settings, None, role='both').__aenter__());"
+        "from inferbus.workers.observe.endpoint import serving;"
+        "found = asyncio.run(serving(WorkerSettings(), None).__aenter__());"
         "sys.exit(found is not None or 'prometheus_client' in sys.modules)"
     )
     done = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], check=False)
@@ -266,11 +275,8 @@ async def test_a_busy_port_is_told_with_its_setting() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         settings = WorkerSettings(metrics_port=taken.getsockname()[1], metrics_host="127.0.0.1")
         with pytest.raises(Unserved, match=r"--metrics-port: cannot listen on 127\.0\.0\.1:\d+: .*in use"):
-            check(settings)
-        with pytest.raises(Unserved, match="--metrics-port"):
-            async with serving(settings, ENGINE, role="both"):
+            async with serving(settings, health()):
                 pytest.fail("it served")
-    check(settings)
 
 
 def test_a_folder_for_sglangs_metrics_that_is_not_there_is_told_before_the_engine_loads(
@@ -278,7 +284,7 @@ def test_a_folder_for_sglangs_metrics_that_is_not_there_is_told_before_the_engin
 ) -> None:
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "none"))
     with pytest.raises(Unserved, match="PROMETHEUS_MULTIPROC_DIR"):
-        check(WorkerSettings(metrics_port=0))
+        check()
 
 
 def test_no_answer_is_lost_for_a_figure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,9 +163,10 @@ class Output:
             BatchHeld: Another process writes to them.
             OutputFailed: They cannot be opened.
         """
+        self.done, self.counts, self.usage = Done(), Counts(), Usage()
         try:
             for path in (self.path, self.errors):
-                partial = _partial(path)
+                partial = partial_path(path)
                 partial.parent.mkdir(parents=True, exist_ok=True)
                 found = path if path.exists() and not partial.exists() else partial
                 file = found.open("a+b", buffering=0)
@@ -179,6 +180,28 @@ class Output:
         except (BatchHeld, OutputFailed):
             self.close()
             raise
+
+    def size(self, path: Path) -> int:
+        """Bytes of one of the two files, while they are open."""
+        return os.fstat(self._files[path].fileno()).st_size
+
+    def read(self, path: Path, offset: int, size: int) -> bytes:
+        """A part of one of the two files, while they are open."""
+        file = self._files[path]
+        file.seek(offset)  # What is appended goes to the end all the same.
+        return file.read(size)
+
+    def replace(self, path: Path, file: Path) -> None:
+        """Makes another file one of the two; to be called while they are not open.
+
+        Raises:
+            OutputFailed: Not possible.
+        """
+        try:
+            file.replace(partial_path(path))
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise OutputFailed(f"{error.filename or path}: {error.strerror}") from None
 
     def answered(self, number: int, line: bytes, usage: dict[str, Any] | None) -> bool:
         """Takes an answer for the output file; False: the line is done already."""
@@ -223,7 +246,7 @@ class Output:
         """
         try:
             for path in (self.path, self.errors):
-                partial = _partial(path)
+                partial = partial_path(path)
                 if not partial.stat().st_size:
                     partial.unlink()
                 elif ordered:
@@ -252,7 +275,7 @@ class Output:
         except OSError as error:
             with contextlib.suppress(OSError):
                 file.truncate(end)
-            raise OutputFailed(f"{_partial(path)}: {error.strerror}") from None
+            raise OutputFailed(f"{partial_path(path)}: {error.strerror}") from None
 
     def _recover(self, path: Path, file: IO[bytes]) -> None:
         """Reads what an earlier run has written; a line that it did not finish is cut off."""
@@ -307,14 +330,15 @@ def _sort(partial: Path, path: Path) -> None:
 
 def whole_lines(path: Path) -> Iterator[bytes]:
     """The whole lines of an output or error file, under whichever name it has now."""
-    found = next((each for each in (_partial(path), path) if each.exists()), None)
+    found = next((each for each in (partial_path(path), path) if each.exists()), None)
     if found is None:
         return
     with found.open("rb") as file:
         yield from (line for line in file if line.endswith(b"\n"))
 
 
-def _partial(path: Path) -> Path:
+def partial_path(path: Path) -> Path:
+    """What a file is called while the batch runs."""
     return path.with_name(f"{path.name}.partial")
 
 

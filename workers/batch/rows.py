@@ -74,7 +74,7 @@ class Rows:
                     yield line
             finally:
                 if self._output is None:
-                    await Batches(self._client.bus, self._client.owner).remove(begun.kept.record.id)
+                    await Batches(self._client.bus, self._client.owner).remove(begun.kept.record)
 
     async def _run(self, begun: Begun) -> AsyncIterator[dict[str, Any]]:
         record = begun.kept.record

@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 
 from inferbus.schemas.errors import InvalidRequest
+from inferbus.workers.batch.copies import Copy, restore
 from inferbus.workers.batch.errors import BatchChanged, BatchHeld, InvalidBatch
 from inferbus.workers.batch.lines import Expected, Problem, Validation, validate
 from inferbus.workers.batch.state import ENDED, Batches, Kept, Record, Source
@@ -34,6 +35,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         deadline: Seconds that a line may take from when it was submitted; None: no limit.
         skip_invalid: Lines that cannot be run become error lines; otherwise the batch does not begin.
         ordered: The finished output is in the order of the input.
+        shared: Input and output are on the server too, so that another machine can go on.
     """
 
     output: Path | None = None
@@ -43,6 +45,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float | None = None
     skip_invalid: bool = False
     ordered: bool = False
+    shared: bool = False
 
 
 class Begun(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,23 +72,30 @@ async def begin(client: Client, source: Path, options: Options) -> Begun:
         BusUnavailable: JetStream does not answer.
     """
     batches = Batches(client.bus, client.owner)
-    await batches.prepare()
     source, output, errors = _paths(source, options)
     found = await batches.find(_id(client.owner, output))
-    if found is not None and not _files_exist(found.record):
+    if found is not None and not found.record.shared and not _files_exist(found.record):
         found = await _forgotten(batches, found)
     if found is None:
         return await _new(client, batches, source, output, errors, options)
     return await _again(batches, found, source, options)
 
 
-async def proceed(client: Client, batch: str, *, source: Path | None = None, retry: bool = False) -> Begun:
-    """Goes on with a batch that is known by its id, on any machine that has its files.
+async def proceed(
+    client: Client,
+    batch: str,
+    *,
+    source: Path | None = None,
+    output: Path | None = None,
+    retry: bool = False,
+) -> Begun:
+    """Goes on with a batch that is known by its id: one that is not shared, where its files are.
 
     Args:
         client: Connected; its owner is the batch's.
         batch: Its id.
-        source: Where the input is now; None: where it was.
+        source: Where the input is now; None: where it was, or on the server.
+        output: Where the output is now, the error file beside it; None: where it was.
         retry: Run the lines of the error file again.
 
     Raises:
@@ -98,6 +108,9 @@ async def proceed(client: Client, batch: str, *, source: Path | None = None, ret
     batches = Batches(client.bus, client.owner)
     found = await batches.get(batch)
     record = found.record
+    if output is not None:
+        _, output, errors = _paths(output, Options(output=output))
+        record.output, record.errors = str(output), str(errors)
     if retry:
         if record.status not in ENDED:
             raise BatchHeld("the batch has not ended; resume it")
@@ -109,9 +122,27 @@ async def proceed(client: Client, batch: str, *, source: Path | None = None, ret
         record.stamps = record.stamps | {"created_at": int(time.time())}
         await batches.forget_cancel(batch)
         record.status = "in_progress"
+        record.retries += 1
         found = msgspec.structs.replace(found, sequence=await batches.save(record, found.sequence))
     options = Options(model=record.model if record.any_model else None, skip_invalid=record.skip_invalid)
-    return await _again(batches, found, source or Path(record.source.path), options)
+    if source is None:
+        source = Path(record.source.path)
+        if record.shared and not await asyncio.to_thread(source.exists):
+            source = await _fetched(client, record)
+    return await _again(batches, found, source, options)
+
+
+async def _fetched(client: Client, record: Record) -> Path:
+    """The input as the server has it, as a file beside the output."""
+    if record.input_copied != record.source.digest:
+        raise BatchChanged(
+            f"the input of batch {record.id} is not here, nor on the server as a whole: "
+            f"it was {record.source.path}; --input says where it is now"
+        )
+    path = Path(f"{record.output}.input.jsonl")
+    copy = Copy(client.bus, record.owner, record.id, record.input_name)
+    await restore(copy, path)
+    return path
 
 
 async def run(
@@ -151,6 +182,7 @@ async def _new(
         deadline=options.deadline,
         skip_invalid=options.skip_invalid,
         ordered=options.ordered,
+        shared=options.shared,
         problems=validation.problems[:SHOWN],
         replies=secrets.token_hex(11),
     )
@@ -163,12 +195,14 @@ async def _new(
 
 async def _again(batches: Batches, found: Kept, source: Path, options: Options) -> Begun:
     record = found.record
+    record.shared = record.shared or options.shared
     if options.model is not None and options.model != record.model:
         raise BatchChanged(f"the batch was begun with the model {record.model}; use another --output")
-    if record.counts.ended and not _files_exist(record):
+    if record.counts.ended and not record.shared and not _files_exist(record):
         raise BatchChanged(
             f"the output of batch {record.id} is not here: {record.output} has {record.counts.ended} of its "
-            f"lines; put it there, or begin anew after `inferbus batch rm {record.id}`"
+            f"lines on {record.host or 'another machine'}; put it there, or begin anew after "
+            f"`inferbus batch rm {record.id}`"
         )
     known, duplicates = record.source, frozenset[int]()
     if known.duplicates or _changed(source, known):
@@ -186,8 +220,8 @@ async def _again(batches: Batches, found: Kept, source: Path, options: Options) 
     elif str(source) != known.path:
         record.source = msgspec.structs.replace(known, path=str(source))
     if record.status in ENDED:
-        done = record.counts.ended >= record.source.lines
-        if done:
+        complete = not record.shared or (record.here and _files_exist(record))
+        if complete and record.counts.ended >= record.source.lines:
             return Begun(kept=found, complete=True)
         await batches.forget_cancel(record.id)
     return Begun(kept=found, duplicates=duplicates)
@@ -197,7 +231,7 @@ async def _forgotten(batches: Batches, found: Kept) -> Kept | None:
     """A record whose output is gone: where the batch had ended, its lines are run anew."""
     if found.record.status not in ENDED:
         return found
-    await batches.remove(found.record.id)
+    await batches.remove(found.record)
     return None
 
 

@@ -13,20 +13,18 @@ from typing import Any, Final, Literal
 import msgspec
 
 from inferbus.schemas import codec
-from inferbus.schemas.errors import CallerError
-from inferbus.schemas.subjects import Kind, escape
+from inferbus.schemas.errors import BusUnavailable, CallerError
+from inferbus.schemas.subjects import Kind
 from inferbus.workers.batch.counts import Counts, Usage
 from inferbus.workers.batch.errors import BatchHeld, BatchNotFound
 from inferbus.workers.batch.lines import Problem
 from inferbus.workers.bus.connection.bus import Bus
-from inferbus.workers.bus.errors import NOT_FOUND, STREAM_NOT_FOUND, ApiError
+from inferbus.workers.bus.errors import NOT_FOUND, ApiError, NotPermitted
 from inferbus.workers.bus.interface import Stored
+from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
-
-STREAM: Final = "KV_INFER_BATCHES"
-"""A key-value bucket (ADR-8), so that `nats kv` reads it."""
-
-_KEYS: Final = "$KV.INFER_BATCHES"
+from inferbus.workers.bus.jetstream.removal import Removal
+from inferbus.workers.client import reads
 
 Status = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
@@ -103,6 +101,11 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
         replies: Token of the subject on which jobs tell that they are done.
         holder: Who runs it; None: nobody.
         rate: Lines a second, of late.
+        shared: Whether its files are on the server too; see `copies`.
+        host: Where its files are complete: the machine that ran it last.
+        copied: Bytes of its files that are on the server, at least, by their names there.
+        input_copied: The digest of the input that is on the server as a whole.
+        retries: How often failed lines were run again: each time begins an error file.
     """
 
     id: str
@@ -129,6 +132,26 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     replies: str = ""
     holder: Holder | None = None
     rate: float = 0.0
+    shared: bool = False
+    host: str = ""
+    copied: dict[str, int] = {}
+    input_copied: str = ""
+    retries: int = 0
+
+    @property
+    def copy_names(self) -> dict[str, str]:
+        """What its files are called on the server, by their paths here."""
+        return {self.output: "output", self.errors: f"errors-{self.retries}"}
+
+    @property
+    def input_name(self) -> str:
+        """What its input is called on the server; one that has grown is another."""
+        return f"input-{self.source.digest}"
+
+    @property
+    def here(self) -> bool:
+        """Whether this machine ran it last, or none has."""
+        return self.host in ("", socket.gethostname())
 
     def enter(self, status: Status, now: float) -> None:
         """Changes the status, and stamps when."""
@@ -187,30 +210,21 @@ class Batches:
     """
 
     def __init__(self, bus: Bus, owner: str) -> None:
+        self._bus = bus
         self._jetstream = JetStream(bus)
         self._owner = owner
 
-    async def prepare(self) -> None:
-        """Makes the bucket where it is missing.
+    async def find(self, batch: str) -> Kept | None:
+        """A batch's record, if there is one.
 
         Raises:
-            BusUnavailable: JetStream does not answer, or does not allow it.
+            BusUnavailable: No worker has made the streams yet, or the server does not answer.
         """
-        try:
-            await self._jetstream.call(f"STREAM.INFO.{STREAM}")
-        except ApiError as error:
-            if error.err_code != STREAM_NOT_FOUND:
-                raise
-            await self._jetstream.call(f"STREAM.CREATE.{STREAM}", bucket())
-
-    async def find(self, batch: str) -> Kept | None:
-        """A batch's record, if there is one."""
-        stored = await self._jetstream.last(STREAM, self._subject(batch))
-        return _kept(stored)
+        return _kept(await self._last(batch, "state"))
 
     async def last(self, batch: str) -> int:
         """The sequence that a new record replaces; 0: there is none."""
-        stored = await self._jetstream.last(STREAM, self._subject(batch))
+        stored = await self._last(batch, "state")
         return 0 if stored is None else stored.sequence
 
     async def get(self, batch: str) -> Kept:
@@ -219,20 +233,16 @@ class Batches:
         Raises:
             BatchNotFound: There is none.
         """
-        try:
-            found = await self.find(batch)
-        except ApiError as error:
-            if error.status != NOT_FOUND:
-                raise
-            found = None
-        if found is None:
+        if (found := await self.find(batch)) is None:
             raise BatchNotFound(f"there is no batch {batch} of the owner {self._owner}")
         return found
 
     async def all(self) -> list[Kept]:
         """Every batch of this owner, the newest first."""
         try:
-            stored = await self._jetstream.read(STREAM, f"{_KEYS}.{escape(self._owner)}.*.state")
+            stored = await self._jetstream.read(layout.BATCHES, self._subject("*"))
+        except NotPermitted:
+            stored = await reads.through_a_worker(self._bus, "batches", self._owner, "batches")
         except ApiError as error:
             if error.status != NOT_FOUND:
                 raise
@@ -261,36 +271,34 @@ class Batches:
 
     async def cancel_asked(self, batch: str) -> bool:
         """Whether somebody wishes that."""
-        stored = await self._jetstream.last(STREAM, self._subject(batch, "cancel"))
+        stored = await self._last(batch, "cancel")
         return stored is not None and bool(stored.data)
 
     async def forget_cancel(self, batch: str) -> None:
         """Takes the wish back: the batch is run again."""
         await self._jetstream.store(self._subject(batch, "cancel"), b"", {"KV-Operation": "DEL"})
 
-    async def remove(self, batch: str) -> None:
-        """Removes a batch's record."""
+    async def remove(self, record: Record) -> None:
+        """Removes a batch's record, and its files on the server."""
+        if record.shared:
+            await self.remove_files(record.id)
         for key in ("state", "cancel"):
-            await self._jetstream.store(self._subject(batch, key), b"", {"KV-Operation": "DEL"})
+            await self._jetstream.store(self._subject(record.id, key), b"", {"KV-Operation": "DEL"})
+
+    async def remove_files(self, batch: str) -> None:
+        """Removes what a batch has on the server besides its record; see `copies`."""
+        await Removal(self._bus, self._owner).remove(batch, "files")
+
+    async def _last(self, batch: str, key: str) -> Stored | None:
+        try:
+            return await self._jetstream.last(layout.BATCHES, self._subject(batch, key))
+        except ApiError as error:
+            if error.status != NOT_FOUND:
+                raise
+            raise BusUnavailable(f"no stream {layout.BATCHES}: has a worker been started?") from None
 
     def _subject(self, batch: str, key: str = "state") -> str:
-        return f"{_KEYS}.{escape(self._owner)}.{escape(batch)}.{key}"
-
-
-def bucket() -> dict[str, Any]:
-    """The stream behind the bucket: a record a batch, which stays until it is removed."""
-    return {
-        "name": STREAM,
-        "subjects": [f"{_KEYS}.>"],
-        "storage": "file",
-        "discard": "new",
-        "max_msgs_per_subject": 1,
-        "max_bytes": 256 * 1024 * 1024,
-        "max_age": 0,
-        "allow_rollup_hdrs": True,
-        "deny_delete": True,
-        "allow_direct": True,
-    }
+        return layout.batch_key(self._bus.subjects, self._owner, batch, key)
 
 
 def _kept(stored: Stored | None) -> Kept | None:

@@ -30,16 +30,19 @@ from inferbus.schemas.errors import BusUnavailable, ErrorBody, InferbusError, Ov
 from inferbus.schemas.objects import parse_object
 from inferbus.workers.batch import bundling
 from inferbus.workers.batch.bundling import Backlog, Pace
+from inferbus.workers.batch.copies import SEGMENT, Copy, restore
 from inferbus.workers.batch.errors import BatchHeld
 from inferbus.workers.batch.lines import Expected, Line, Problem, Unusable, numbered, opened, parse
 from inferbus.workers.batch.output import Output, answer_line, error_line
 from inferbus.workers.batch.state import Batches, Holder, Kept, Record, Status
 from inferbus.workers.bus.connection.message import Message
-from inferbus.workers.bus.errors import ApiError, NotPermitted
+from inferbus.workers.bus.errors import ApiError, NotPermitted, StreamFull
 from inferbus.workers.bus.interface import Stored
 from inferbus.workers.bus.jetstream import browse, layout
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.bus.jetstream.objects import Objects
+from inferbus.workers.bus.jetstream.removal import Removal
+from inferbus.workers.client import reads
 from inferbus.workers.client.client import Client
 from inferbus.workers.client.jobs import Job, message_id, publish_cancel, publish_job
 from inferbus.workers.client.requests import encode_body, request_body
@@ -53,6 +56,9 @@ SAVED_EVERY: Final = 2.0
 CANCEL_ASKED_EVERY: Final = 0.5
 TICK: Final = 0.2
 """Seconds between two writings of the output, at most; each has a sync."""
+
+COPIED_EVERY: Final = 1.0
+"""Seconds between two segments of a shared batch's output, unless it grows faster than by one."""
 
 SILENCE: Final = 5.0
 LONGEST_SILENCE: Final = 60.0
@@ -75,7 +81,7 @@ class Open(msgspec.Struct, kw_only=True):
     """A job that is submitted and not answered.
 
     Attributes:
-        lines: By their numbers.
+        lines: That have not ended, by their numbers.
         alone: Whether it is a job of one line, not a bundle.
         suspect: Whether a worker has died of its lines before, or beside them.
         submission: Its stream sequence; None while it is being submitted.
@@ -127,6 +133,7 @@ class Submitter:
         self._bus = client.bus
         self._jetstream = JetStream(client.bus)
         self._batches = Batches(client.bus, client.owner)
+        self._removal = Removal(client.bus, client.owner)
         self._sequence, self._found = kept.sequence, kept
         self._report = report
         self._on_written = written
@@ -140,9 +147,12 @@ class Submitter:
         self._arrived: asyncio.Queue[tuple[str, bytes | None]] = asyncio.Queue()
         # The same for every process that runs the batch, so that jobs of an earlier one answer to this one.
         self._replies = client.bus.private_subject(kept.record.replies)
+        self._copies: dict[Path, Copy] = {}
+        # Jobs whose lines are: to be written; written, and to be copied where the batch is shared; neither.
         self._taken: list[str] = []
+        self._written: list[str] = []
         self._forgettable: list[str] = []
-        self._saved = self._asked = -LEASE
+        self._saved = self._asked = self._copied = -LEASE
         self._saving = asyncio.Lock()
         # Before that, the record says where an earlier process was.
         self._scanned = False
@@ -167,6 +177,9 @@ class Submitter:
         self.record.counts, self.record.usage = self._output.counts, self._output.usage
         try:
             await self._take_lease()
+            if self.record.shared:
+                await self._share()
+            self.record.host = socket.gethostname()
             subscription = await self._bus.subscribe(f"{self._replies}.*", self._on_reply)
             try:
                 await self._work()
@@ -208,8 +221,10 @@ class Submitter:
             submissions = [each.submission for each in self._open.values() if each.submission]
             record.since = min(submissions, default=record.since)
             # Also what is written, and not removed from the server yet.
-            left = [*self._open, *self._taken, *self._forgettable]
+            left = [*self._open, *self._taken, *self._written, *self._forgettable]
             record.first = min(map(_number, left), default=self._next)
+            names = record.copy_names
+            record.copied = {names[str(path)]: copy.end for path, copy in self._copies.items()}
         record.rate = self._rate()
         began = self._clock()
         while True:
@@ -243,6 +258,7 @@ class Submitter:
         await self._look_at_workers()
         submitting: set[asyncio.Task[None]] = set()
         housekeeping = asyncio.create_task(self._keep_house())
+        copying = asyncio.create_task(self._copy_input())
         try:
             while self._ending is None and (self._open or submitting or not backlog.empty):
                 await self._submit(backlog, submitting)
@@ -253,12 +269,14 @@ class Submitter:
                     raise self._problem
             if self._ending is not None:
                 await self._end_early(backlog, submitting)
+            else:
+                await copying
+            await self._write()
         finally:
-            housekeeping.cancel()
-            for task in submitting:
+            for task in (beside := [housekeeping, copying, *submitting]):
                 task.cancel()
-            await asyncio.gather(housekeeping, *submitting, return_exceptions=True)
-        await self._write()
+            await asyncio.gather(*beside, return_exceptions=True)
+        await self._persistently(self._copy_output)
         await self._forget()
         await self._finish()
 
@@ -446,8 +464,8 @@ class Submitter:
         elif job.alone:
             (line,) = job.lines.values()
             self._take_one(name, line, data)
-        else:
-            self._take_bundle(name, job, data, backlog)
+        elif not self._take_bundle(name, job, data, backlog):
+            return
         if job.alone:
             self.record.alone = {key: value for key, value in self.record.alone.items() if key != name}
         self._taken.append(name)
@@ -463,24 +481,31 @@ class Submitter:
         else:
             self._fail(line.number, line.custom_id, name, failed.error)
 
-    def _take_bundle(self, name: str, job: Open, data: bytes, backlog: Backlog) -> None:
+    def _take_bundle(self, name: str, job: Open, data: bytes, backlog: Backlog) -> bool:
+        """Takes what has ended of a bundle; False: the rest of it still runs."""
         answer = BundleAnswer(job=name, attempt=1, answers=[])
         # Where it is something else, the workers do not know bundles, and the lines are sent alone.
         with contextlib.suppress(msgspec.DecodeError):
             answer = _answer.decode(data)
-        left, unstarted = dict(job.lines), set(answer.unstarted)
+        left, before = job.lines, len(job.lines)
         for answered in answer.answers:
             if (line := left.pop(answered.id, None)) is not None:
                 self._succeed(line, name, bytes(answered.answer))
         for ended in answer.errors:
             if (line := left.pop(ended.id, None)) is not None:
                 self._fail(line.number, line.custom_id, name, ended.error)
+        self._in_flight -= before - len(left)
+        if answer.partial:
+            job.look = self._clock() + job.silence
+            return False
+        unstarted = set(answer.unstarted)
         backlog.again.extend(line for number, line in left.items() if number in unstarted)
         failed = [line for number, line in left.items() if number not in unstarted]
         if failed and answer.died:
             backlog.died(failed, suspect=job.suspect)
         else:
             backlog.alone.extend(failed)
+        return True
 
     def _succeed(self, line: Line, name: str, answer: bytes) -> None:
         written = answer_line(self.record.id, line.number, line.custom_id, name, answer)
@@ -499,13 +524,14 @@ class Submitter:
 
     async def _write(self) -> None:
         """Writes and syncs; only then are the results removed from the server."""
-        if self._clock() - self._saved > LEASE / 2:
-            # It may be another's by now, who writes as well.
-            await self._save()
+        await self._keep_lease()
         taken, lines = len(self._taken), self._output.take()
         await asyncio.to_thread(self._output.write, lines)
+        for path, copy in self._copies.items():
+            for line in lines[path]:
+                copy.add(line)
         # Before they are told: whoever hears of them may end this process.
-        self._forgettable += self._taken[:taken]
+        (self._written if self._copies else self._forgettable).extend(self._taken[:taken])
         del self._taken[:taken]
         self._on_written([line for each in lines.values() for line in each])
         self._recent = [*self._recent[-50:], (self._clock(), self._output.done.count)]
@@ -513,14 +539,9 @@ class Submitter:
 
     async def _forget(self) -> None:
         """Removes the results of jobs whose lines are written."""
-        subjects, owner = self._bus.subjects, self.record.owner
         names = list(self._forgettable)
-
-        async def forget(name: str) -> None:
-            await self._jetstream.purge(layout.RESULTS, subjects.result(owner, name))
-
         try:
-            await _bounded(forget(name) for name in names)
+            await _bounded(self._removal.remove(name, "result") for name in names)
         except NotPermitted as error:
             # They stay until they are too old.
             log.warning("batch.results_not_removed", reason=error.message, count=len(names))
@@ -558,6 +579,8 @@ class Submitter:
         if self._ending is None and window is not None and time.time() > created + window:
             self._ending = "expired"
         await self._look_for_results()
+        if self._clock() - self._copied >= COPIED_EVERY or self._uncopied >= SEGMENT:
+            await self._copy_output()
         await self._forget()
 
     async def _look_at_workers(self) -> None:
@@ -576,7 +599,7 @@ class Submitter:
 
     async def _look(self, name: str, job: Open) -> None:
         data = await self._result(name)
-        if data is None and (job.silence <= 2 * SILENCE or await self._queued(job)):
+        if data is None and (job.silence <= 2 * SILENCE or await self._queued(name, job)):
             return
         # It may have ended between the two looks.
         data = data or await self._result(name)
@@ -592,12 +615,14 @@ class Submitter:
         apart = parse_object(stored.headers)
         return stored.data if apart is None else await Objects(self._bus).fetch(self.record.owner, apart)
 
-    async def _queued(self, job: Open) -> bool:
-        """Whether the server still has a job; also where that may not be asked."""
+    async def _queued(self, name: str, job: Open) -> bool:
+        """Whether the server still has a job; also where that cannot be told."""
         assert job.submission is not None
         try:
             return await self._jetstream.get(layout.JOBS, {"seq": job.submission}) is not None
         except NotPermitted:
+            with contextlib.suppress(BusUnavailable):
+                return bool(await reads.submissions(self._bus, self.record.owner, name, job.submission))
             return True
         except ApiError as error:
             return error.status != 404
@@ -607,6 +632,84 @@ class Submitter:
             return 0.0
         (first, before), (last, after) = self._recent[0], self._recent[-1]
         return (after - before) / (last - first) if last > first else 0.0
+
+    # The copies of a shared batch.
+
+    @property
+    def _uncopied(self) -> int:
+        return max((copy.waiting for copy in self._copies.values()), default=0)
+
+    async def _share(self) -> None:
+        """Brings the output here and its copies to one state: after another machine, that of the copies."""
+        record, output = self.record, self._output
+        for named, name in record.copy_names.items():
+            known = record.copied.get(name, 0)
+            copy = Copy(self._bus, record.owner, record.id, name, known=known)
+            await copy.find_end()
+            self._copies[Path(named)] = copy
+        if not record.here or any(copy.end > output.size(path) for path, copy in self._copies.items()):
+            output.close()
+            for path, copy in self._copies.items():
+                restored = path.with_name(f"{path.name}.restored")
+                await restore(copy, restored, self._keep_lease)
+                await asyncio.to_thread(output.replace, path, restored)
+            await asyncio.to_thread(output.open)
+        for path, copy in self._copies.items():
+            while (size := output.size(path) - copy.end) > 0:
+                copy.add(output.read(path, copy.end, min(size, SEGMENT)))
+                await copy.store()
+                await self._keep_lease()
+
+    async def _keep_lease(self) -> None:
+        """Renews the lease where it is half over: then it may be another's by now, who writes as well."""
+        if self._clock() - self._saved > LEASE / 2:
+            await self._save()
+
+    async def _copy_output(self) -> None:
+        """Copies what is written; only then are the results removed from the server."""
+        self._copied, written = self._clock(), len(self._written)
+        try:
+            for copy in self._copies.values():
+                await copy.store()
+        except StreamFull as error:
+            await self._unshare(error)
+        self._forgettable += self._written[:written]
+        del self._written[:written]
+
+    async def _copy_input(self) -> None:
+        """Copies the input, unless it has been copied as a whole."""
+        record = self.record
+        if not record.shared or record.input_copied == record.source.digest:
+            return
+        copy = Copy(self._bus, record.owner, record.id, record.input_name)
+        with opened(Path(record.source.path)) as file:
+            await asyncio.to_thread(file.seek, await copy.find_end())
+            while record.shared and (data := await asyncio.to_thread(file.read, SEGMENT)):
+                copy.add(data)
+                await self._persistently(copy.store)
+        if record.shared:
+            record.input_copied = record.source.digest
+            await self._save()
+
+    async def _persistently(self, store: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Stores, once the server is there."""
+        while True:
+            try:
+                return await store()
+            except StreamFull as error:
+                return await self._unshare(error)
+            except BusUnavailable as error:
+                if self._bus.closed.is_set() or isinstance(error, NotPermitted):
+                    raise
+                await asyncio.sleep(PAUSE)
+
+    async def _unshare(self, error: StreamFull) -> None:
+        """Without room for its copies the batch goes on here."""
+        log.warning("batch.not_shared", batch=self.record.id, reason=error.message)
+        self.record.shared = False
+        self._copies.clear()
+        with contextlib.suppress(BusUnavailable):
+            await self._batches.remove_files(self.record.id)
 
     # After another process.
 
@@ -650,6 +753,10 @@ class Submitter:
             job.lines[line.number] = line
             self._in_flight += 1
         backlog.restore()
+        for name in queued.keys() - self._open.keys() - results.keys():
+            # All of its lines are done; its result is still to be removed.
+            sequence = queued[name].sequence
+            self._open[name] = Open(lines={}, alone=False, submission=sequence, look=self._clock() + SILENCE)
         for name, data in results.items():
             if name in self._open:
                 self._arrived.put_nowait((name, data))
@@ -666,7 +773,8 @@ class Submitter:
                     if name.startswith(f"{record.id}-"):
                         found[name] = stored
         except NotPermitted:
-            log.warning("batch.queue_not_readable")
+            read = await reads.through_a_worker(self._bus, "jobs", record.owner, record.id, record.since)
+            found = {each.headers[headers.JOB_ID]: each for each in read}
         return found
 
     def _numbers(self, name: str, queued: Stored | None, result: bytes | None) -> list[int]:

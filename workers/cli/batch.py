@@ -17,6 +17,7 @@ from typing import Any, Final
 import click
 
 from inferbus.workers.batch.bundling import Pace
+from inferbus.workers.batch.copies import Copy
 from inferbus.workers.batch.errors import BatchHeld, OutputFailed
 from inferbus.workers.batch.output import whole_lines
 from inferbus.workers.batch.progress import Speed, describe
@@ -35,6 +36,7 @@ from inferbus.workers.cli.running import (
 )
 from inferbus.workers.cli.tables import moment, print_table
 from inferbus.workers.cli.text import print_json
+from inferbus.workers.cli.waiting import telling_of_workers
 from inferbus.workers.client import Client
 from inferbus.workers.config import options as settings
 
@@ -76,6 +78,11 @@ def _run_options(command: Any) -> Any:
             ),
             click.option("--skip-invalid", is_flag=True, help="Lines that cannot be run become error lines."),
             click.option("--ordered", is_flag=True, help="Put the finished output into the input's order."),
+            click.option(
+                "--shared",
+                is_flag=True,
+                help="Keep input and output on the server too, until `batch rm`: another machine can go on.",
+            ),
         ]
     ):
         command = option(command)
@@ -133,14 +140,18 @@ def submit_file(file: Path, **options: Any) -> int:
 @batch.command("resume", cls=Command)
 @click.argument("batch_id", metavar="ID")
 @click.option("--input", "source", type=click.Path(path_type=Path), help="Where the input is now.")
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Where the output is now.")
 @_json
 @owner_option
 @settings_options("bus")
-def resume_batch(batch_id: str, source: Path | None, as_json: bool, **options: Any) -> int:
-    """Go on with a batch, on any machine that has its files."""
+def resume_batch(
+    batch_id: str, source: Path | None, output: Path | None, as_json: bool, **options: Any
+) -> int:
+    """Go on with a batch: one that is --shared on any machine, others where their files are."""
 
     async def work(client: Client) -> int:
-        return await _run(client, await proceed(client, batch_id, source=source), as_json=as_json)
+        begun = await proceed(client, batch_id, source=source, output=output)
+        return await _run(client, begun, as_json=as_json)
 
     return with_client(options, work)
 
@@ -215,15 +226,17 @@ def wait_for(batch_id: str, as_json: bool, **options: Any) -> int:
 
     async def work(client: Client) -> int:
         batches, told = Batches(client.bus, client.owner), False
-        while True:
-            record = (await batches.get(batch_id)).record
-            if record.status in ENDED:
-                _show(record, as_json=as_json)
-                return _code(record)
-            if not told and (record.holder is None or record.holder.gone):
-                told = True
-                warn(f"no process runs this batch; `inferbus batch resume {batch_id}` does")
-            await asyncio.sleep(POLL)
+        record = (await batches.get(batch_id)).record
+        model = None if record.status in ENDED else record.model
+        async with telling_of_workers(client, model, waiting="the batch"):
+            while record.status not in ENDED:
+                if not told and (record.holder is None or record.holder.gone):
+                    told = True
+                    warn(f"no process runs this batch; `inferbus batch resume {batch_id}` does")
+                await asyncio.sleep(POLL)
+                record = (await batches.get(batch_id)).record
+        _show(record, as_json=as_json)
+        return _code(record)
 
     return with_client(options, work)
 
@@ -259,12 +272,20 @@ def cancel_batch(batch_id: str, **options: Any) -> int:
 def fetch_lines(batch_id: str, failed: bool, **options: Any) -> int:
     """Print the lines that are done, also while the batch runs.
 
-    They are read from its files, which must be on this machine.
+    They are read from its files on this machine; of a batch that is --shared, also from the server.
     """
 
     async def work(client: Client) -> int:
         record = (await Batches(client.bus, client.owner).get(batch_id)).record
-        _print_lines(Path(record.errors if failed else record.output))
+        path = record.errors if failed else record.output
+        if record.shared and not record.here:
+            name = record.copy_names[path]
+            async for part in Copy(client.bus, client.owner, record.id, name).read():
+                click.echo(part, nl=False)
+            return 0
+        if not record.here:
+            raise CommandFailed(f"its files are on {record.host}, and it is not --shared")
+        _print_lines(Path(path))
         return 0
 
     return with_client(options, work)
@@ -282,7 +303,7 @@ def remove(batch_id: str, **options: Any) -> int:
         record = (await batches.get(batch_id)).record
         if record.status not in ENDED and record.holder is not None and not record.holder.gone:
             raise BatchHeld("a process runs this batch; cancel it first")
-        await batches.remove(batch_id)
+        await batches.remove(record)
         return 0
 
     return with_client(options, work)
@@ -294,7 +315,8 @@ async def _run(client: Client, begun: Begun, *, as_json: bool) -> int:
         click.echo(f"{record.id}: {record.source.lines} lines to {record.output}", err=True)
     with _progress(as_json=as_json) as report:
         try:
-            record = await run(client, begun, report=report)
+            async with telling_of_workers(client, record.model, waiting="the batch"):
+                record = await run(client, begun, report=report)
         except asyncio.CancelledError:
             click.echo("inferbus: stopped; the same command goes on", err=True)
             raise
@@ -380,6 +402,7 @@ def _options(options: dict[str, Any], files: tuple[str, ...]) -> Options:
         deadline=options.pop("line_deadline"),
         skip_invalid=options.pop("skip_invalid"),
         ordered=options.pop("ordered"),
+        shared=options.pop("shared"),
     )
 
 

@@ -11,6 +11,7 @@ from inferbus.workers.cli.ask import owner_option, show
 from inferbus.workers.cli.options import Command, settings_options
 from inferbus.workers.cli.running import warn, with_client
 from inferbus.workers.cli.text import print_json, read_body
+from inferbus.workers.cli.waiting import telling_of_workers
 from inferbus.workers.client import Client, Job, Result
 from inferbus.workers.client.deltas import to_chunks
 from inferbus.workers.client.models import never_served, unserved
@@ -75,7 +76,7 @@ def submit(
                 )
         if wait:
             click.echo(_line(job), err=True)
-            async with client.stream(job) as answer:
+            async with telling_of_workers(client, model), client.stream(job) as answer:
                 return await show(answer, as_json=as_json, quiet=False)
         if as_json:
             print_json(job)
@@ -102,7 +103,9 @@ def result(job: str, submission: int | None, timeout: float | None, as_json: boo
     """
 
     async def work(client: Client) -> int:
-        stored = await client.result(await _find(client, job, submission), timeout)
+        found = await client.find(job, submission=submission)
+        async with telling_of_workers(client, found.model):
+            stored = await client.result(found, timeout)
         if as_json:
             print_json(stored.answer)
         else:
@@ -129,8 +132,11 @@ def stream(
     """
 
     async def work(client: Client) -> int:
-        found = await _find(client, job, submission)
-        async with client.stream(found, timeout=timeout) as answer:
+        found = await client.find(job, submission=submission)
+        async with (
+            telling_of_workers(client, found.model),
+            client.stream(found, timeout=timeout) as answer,
+        ):
             return await show(answer, as_json=as_json, quiet=quiet)
 
     return with_client(options, work)
@@ -153,14 +159,6 @@ def cancel(job: str, submission: int | None, **options: Any) -> int:
         return 0
 
     return with_client(options, work)
-
-
-async def _find(client: Client, job: str, submission: int | None) -> Job:
-    """The submission to wait for; says if no worker serves its model."""
-    found = await client.find(job, submission=submission)
-    if found.model is not None and found.model not in (served := await client.models()):
-        warn(f"the job waits: {unserved(found.model, served)}")
-    return found
 
 
 def _line(job: Job) -> str:

@@ -26,6 +26,8 @@ _COMMANDS: Final = {
     "batch": "batch",
     "workers": "fleet",
     "health": "fleet",
+    "doctor": "doctor",
+    "top": "top",
     "jobs": "queues",
     "pause": "queues",
     "resume": "queues",

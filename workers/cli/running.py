@@ -50,13 +50,17 @@ def exit_code(error: InferbusError) -> int:
 
 def print_error(error: InferbusError | str) -> None:
     """Prints an error as one line on standard error."""
-    text = error if isinstance(error, str) else f"{error.code}: {error.message}"
-    click.echo(printable(f"inferbus: {' '.join(text.split())}"), err=True)
+    note(error if isinstance(error, str) else f"{error.code}: {error.message}")
 
 
 def warn(text: str) -> None:
     """Prints a warning as one line on standard error."""
-    click.echo(printable(f"inferbus: warning: {' '.join(text.split())}"), err=True)
+    note(f"warning: {text}")
+
+
+def note(text: str) -> None:
+    """Prints a line on standard error."""
+    click.echo(printable(f"inferbus: {' '.join(text.split())}"), err=True)
 
 
 def with_client(flags: dict[str, Any], work: Work) -> int:

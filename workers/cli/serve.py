@@ -50,7 +50,7 @@ def worker(role: Role, scripted: Path | None, engine_flags: tuple[str, ...], **o
     settings = settings_of(options)
     if scripted is not None and engine_flags:
         raise click.UsageError(f"a scripted worker takes no SGLang flags: {_names(engine_flags)}")
-    check_worker(scripted=scripted is not None)
+    check_worker(scripted=scripted is not None, tracing=settings.worker.tracing)
     from inferbus.workers.roles import run
 
     return run(role, settings, engine_flags, scripted=scripted)
@@ -89,7 +89,7 @@ def up(**flags: Any) -> int:
     settings, env = _worker_settings(flags)
     if flags["scripted"] is not None and flags["engine_flags"]:
         raise click.UsageError(f"scripted workers take no SGLang flags: {_names(flags['engine_flags'])}")
-    check_worker(scripted=flags["scripted"] is not None)
+    check_worker(scripted=flags["scripted"] is not None, tracing=settings.tracing)
     if flags["model_path"] is None and flags["scripted"] is None:
         check_demo_model()
     logs.configure(level="ERROR", format="text")

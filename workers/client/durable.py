@@ -75,25 +75,25 @@ class JobStream(AnswerStream[Chunk | Restarted]):
         self._next_read = self._last_news = self.started
         self._next_chunk, self._reconnects = 1, bus.reconnects
 
-    async def _more(self) -> list[Event]:
+    async def _more(self) -> None:
         if not self._chunks.active:
             if self._job.submission is None:
                 self._job = await find_job(self._bus, self._job.owner, self._job.id)
             await self._chunks.start()
-            events = await self._read_stored(first=True)
-            self.replayed = bool(events)
-            return events
+            await self._read_stored(first=True)
+            self.replayed = bool(self._ready)
+            return
         wait = self._pause
         if self._incomplete:
             wait = max(self._next_read - self._clock(), 0.0)
         try:
             message = await self._receive(wait)
         except TimeoutError:
-            return await self._read_stored()
-        events = self._take(message)
+            await self._read_stored()
+            return
+        self._ready += self._take(message)
         if self._incomplete and self._clock() >= self._next_read:
-            events += await self._read_stored()
-        return events
+            await self._read_stored()
 
     @property
     def _incomplete(self) -> bool:
@@ -126,27 +126,26 @@ class JobStream(AnswerStream[Chunk | Restarted]):
         self.ignored += 1
         log.debug("client.message_ignored", subject=message.subject, ignored=self.ignored)
 
-    async def _read_stored(self, *, first: bool = False) -> list[Event]:
+    async def _read_stored(self, *, first: bool = False) -> None:
         """Reads the stored chunks and the result; the pauses double while nothing is new."""
-        events: list[Event] = []
-        last_news = self._last_news
+        last_news, ready = self._last_news, len(self._ready)
         try:
-            events = await self._stored_events()
+            await self._take_stored()
         except BusUnavailable as problem:
             # Only a lasting failure ends the stream.
             lasting = first and self._bus.settled
             if lasting or self._bus.closed.is_set() or isinstance(problem, NotPermitted):
                 raise
-        if not events:
+        new = len(self._ready) > ready
+        if not new:
             self._last_news = last_news
-        self._pause = FIRST_PAUSE if events else min(self._pause * 2, LAST_PAUSE)
+        self._pause = FIRST_PAUSE if new else min(self._pause * 2, LAST_PAUSE)
         now = self._clock()
         self._next_read = now + self._pause
         if self.final_status is None and self._timeout is not None and now - self._last_news > self._timeout:
             if not await self._worked_on():
                 raise TimedOut(f"nothing came for {self._timeout:g} s; the job goes on")
             self._last_news = now
-        return events
 
     async def _worked_on(self) -> bool:
         """Whether a worker says that it has the job."""
@@ -157,16 +156,16 @@ class JobStream(AnswerStream[Chunk | Restarted]):
             return False
         return headers.WORKER in answer.headers
 
-    async def _stored_events(self) -> list[Event]:
+    async def _take_stored(self) -> None:
         chunks = await self._stored_chunks()
         if self._job.submission is None:
             known = (submission_of(stored.headers) or 0 for stored in chunks if not stored.forwarded)
             newest = max(known, default=0)
             self._job = msgspec.structs.replace(self._job, submission=newest or None)
-        events = [event for stored in chunks for event in self._take(stored)]
+        for stored in chunks:
+            self._ready += self._take(stored)
         if self.final_status is None and (result := await self._results.find(self._job)) is not None:
-            events += self._assembler.finish(result)
-        return events
+            self._ready += self._assembler.finish(result)
 
     async def _stored_chunks(self) -> list[Message | Stored]:
         """The stored chunks that were not read yet."""

@@ -69,22 +69,20 @@ class LiveStream(AnswerStream[C]):
             self._close()
             raise
 
-    async def _more(self) -> list[Event]:
-        events = await (self._end_mark() if self._assembler.complete else self._next_chunk())
+    async def _more(self) -> None:
+        await (self._end_mark() if self._assembler.complete else self._next_chunk())
         self._request.answered = self.final_status is not None
-        return events
 
-    async def _next_chunk(self) -> list[Event]:
+    async def _next_chunk(self) -> None:
         message = await self._next_message()
         if message.status == NO_RESPONDERS and self._retries:
             await asyncio.sleep(self._retries.popleft())
             self._request.repeat()
-            return []
+            return
         self._request.forget_body()
-        events = self._take(message)
+        self._ready += self._take(message)
         if self._assembler.missing:
             raise self._lost()
-        return events
 
     def _lost(self) -> AnswerLost:
         if self._reconnected:
@@ -96,13 +94,12 @@ class LiveStream(AnswerStream[C]):
         """Whether messages may have been lost with the connection."""
         return self._bus.reconnects != self._reconnects
 
-    async def _end_mark(self) -> list[Event]:
+    async def _end_mark(self) -> None:
         """Waits for the end mark of an answer that is complete."""
         try:
-            return self._take(await self._receive(END_GRACE))
+            self._ready += self._take(await self._receive(END_GRACE))
         except TimeoutError:
             self._assembler.close()
-            return []
 
     def _take(self, message: Message) -> list[Event]:
         if (stream := acknowledged_by(message)) is not None:

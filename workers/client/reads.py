@@ -7,6 +7,7 @@ answers, the streams are read directly, which only users with the permission to 
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 from collections.abc import AsyncIterator
 from typing import Final
 
@@ -100,6 +101,35 @@ async def submissions(bus: Bus, owner: str, job: str, first: int = 1) -> list[Su
             if error.status != NOT_FOUND:
                 raise
         return found
+
+
+async def through_a_worker(bus: Bus, wanted: Readable, owner: str, name: str, first: int = 1) -> list[Stored]:
+    """What a worker reads for a user who may not: the queued jobs of a batch, or all batches.
+
+    Args:
+        bus: The connection.
+        wanted: `jobs` or `batches`.
+        owner: Whose.
+        name: The batch's id, for its jobs.
+        first: The stream sequence to begin at.
+
+    Raises:
+        BusUnavailable: No worker answered.
+    """
+    found: list[Stored] = []
+    async for page in _served(bus, wanted, owner, name, first):
+        for message in page.messages:
+            sequence = headers.number(message.headers, headers.SUBMISSION)
+            if sequence is not None:
+                stored = Stored(
+                    subject=message.subject,
+                    data=message.data,
+                    headers=message.headers,
+                    sequence=sequence,
+                    time=dt.datetime.now(dt.UTC),
+                )
+                found.append(stored)
+    return found
 
 
 async def _direct(

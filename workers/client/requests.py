@@ -12,6 +12,7 @@ from typing import Any, Final
 from inferbus.schemas import codec, headers
 from inferbus.schemas.errors import InvalidRequest
 from inferbus.schemas.subjects import Kind, escape
+from inferbus.workers import tracing
 
 _ID: Final = re.compile(r"[!-~]+")
 _UNENCODABLE: Final = (TypeError, OverflowError, RecursionError, ValueError)
@@ -25,15 +26,19 @@ def request_headers(
 ) -> dict[str, str]:
     """The headers of a request.
 
+    Args:
+        job: Its id.
+        content_type: Of its body.
+        deadline: When it expires.
+        traceparent: W3C trace context; None: the application's current span, if it has one.
+
     Raises:
         InvalidRequest: The deadline is not finite.
     """
     built = {headers.JOB_ID: job, headers.CONTENT_TYPE: content_type}
     if deadline is not None:
         built[headers.DEADLINE] = _deadline_text(deadline)
-    if traceparent is not None:
-        built[headers.TRACEPARENT] = traceparent
-    return built
+    return built | (tracing.carried() if traceparent is None else {headers.TRACEPARENT: traceparent})
 
 
 def request_body(kind: Kind, fields: Mapping[str, Any], *, streamed: bool | None) -> dict[str, Any]:

@@ -157,8 +157,11 @@ class AnswerStream(abc.ABC, Generic[E]):
         self._arrived.put_nowait(CLOSED)
 
     @abc.abstractmethod
-    async def _more(self) -> list[Event]:
-        """Waits for the next message, and returns the events that it makes available."""
+    async def _more(self) -> None:
+        """Waits for the next message, and appends the events that it makes available to `_ready`.
+
+        At once, so that none is lost if it then fails or is cancelled.
+        """
 
     @abc.abstractmethod
     async def _cancel(self) -> None:
@@ -177,7 +180,10 @@ class AnswerStream(abc.ABC, Generic[E]):
                 raise self._problem
             if not self._finalizer.alive:
                 return None
-            self._ready.extend(await self._more())
+            try:
+                await self._more()
+            except InferbusError as problem:
+                self._problem = problem  # Raised once everything before it was read.
         event = self._ready.popleft()
         if self.first is None and _has_tokens(event):
             self.first = self._clock()
@@ -208,7 +214,7 @@ class AnswerStream(abc.ABC, Generic[E]):
 
 
 def text(event: Event, *, index: int = 0) -> str:
-    """The text that a chunk adds to one choice; empty for token chunks and for `Restarted`."""
+    """The text that a chunk adds to a choice, or that a whole answer has; empty for token ids."""
     if not isinstance(event, dict):
         return ""
     return "".join(_text(choice) for choice in event["choices"] if choice.get("index", 0) == index)
@@ -221,8 +227,8 @@ def _call_on_loop(loop: asyncio.AbstractEventLoop, release: Callable[[], None]) 
 
 
 def _text(choice: dict[str, Any]) -> str:
-    delta = choice.get("delta") or choice
-    return delta.get("content") or delta.get("text") or ""
+    said = choice.get("delta") or choice.get("message") or choice
+    return said.get("content") or said.get("text") or ""
 
 
 def _has_tokens(event: Event) -> bool:

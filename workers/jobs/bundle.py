@@ -1,6 +1,7 @@
 """Bundles on the worker's side: every request goes through admission by itself; one result, one attempt.
 
 not begun before  → each request runs when its turn comes → what ended is stored → acknowledged
+                    meanwhile what has ended is sent to the submitter, which then does not lose it
 begun before      → its worker ended: nothing runs, nothing is answered; the submitter sends each alone
 draining          → what has ended is stored, the rest is left to the submitter
 """
@@ -18,7 +19,7 @@ from inferbus.schemas import headers
 from inferbus.schemas.bundles import CONTENT_TYPE, Bundle, BundleAnswer, Item, ItemAnswer, ItemError
 from inferbus.schemas.errors import CallerError, Ended
 from inferbus.workers.admission import Permit
-from inferbus.workers.bus.interface import Delivery, Stored
+from inferbus.workers.bus.interface import Broker, Delivery, Stored
 from inferbus.workers.jobs import cancel
 from inferbus.workers.jobs.attempt import Envelope
 from inferbus.workers.jobs.beginnings import Beginnings
@@ -34,6 +35,9 @@ log = structlog.get_logger()
 
 HEADERS: Final = 4096
 """Bytes that a result's headers and its frame may take of the server's limit."""
+
+TOLD_EVERY: Final = 0.5
+"""Seconds between two messages about requests that have ended. A bundle that is faster needs none."""
 
 ITEM: Final = 64
 """Bytes of an answer's place in a result."""
@@ -60,6 +64,7 @@ class HeldBundle:
     """One delivery of a bundle.
 
     Args:
+        broker: Where its submitter hears of requests that have ended.
         runner: Makes the attempts.
         cancels: Knows whether it was cancelled.
         results: Stores the result.
@@ -71,6 +76,7 @@ class HeldBundle:
 
     def __init__(
         self,
+        broker: Broker,
         runner: AttemptRunner,
         cancels: cancel.Cancels,
         results: ResultStore,
@@ -79,6 +85,7 @@ class HeldBundle:
         delivery: Delivery,
         envelope: Envelope,
     ) -> None:
+        self._broker = broker
         self._runner = runner
         self._cancels = cancels
         self._results = results
@@ -88,6 +95,8 @@ class HeldBundle:
         self._envelope = envelope
         self._answers: list[ItemAnswer] = []
         self._errors: list[ItemError] = []
+        self._told = (0, 0)
+        self._telling: asyncio.TimerHandle | None = None
         self._size = 0
         self._unstarted: list[int] = []
         self._died = False
@@ -106,20 +115,20 @@ class HeldBundle:
         """
         attempt = self._envelope.attempt
         result = await self._results.of(attempt)
-        body = None
+        reply, body = self._reply(), None
         if not result.stored:
             if self._delivery.stale:
                 return None
             self._died = self._delivery.attempt > 1 and (await self._beginnings.of(attempt)).attempts > 0
             if not self._died:
                 await self._beginnings.count(attempt, 0)
-                await self._run(places)
+                await self._run(places, reply)
             body = await self._store(result)
         await self._delivery.ack()
         await self._beginnings.forget(attempt)
-        return None if body is None else (self._reply(), body)
+        return None if body is None else (reply, body)
 
-    async def _run(self, places: Places) -> None:
+    async def _run(self, places: Places, reply: str) -> None:
         try:
             items = msgspec.json.decode(self._envelope.body, type=Bundle).items
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -136,14 +145,16 @@ class HeldBundle:
                     if permit is None:
                         self._unstarted.append(item.id)
                     else:
-                        running.add(asyncio.create_task(self._answer(item, permit, cancelled)))
+                        running.add(asyncio.create_task(self._answer(item, permit, reply, cancelled)))
             if running:
                 await asyncio.wait(running)
         finally:
             for task in running:
                 task.cancel()
+            if self._telling is not None:
+                self._telling.cancel()
 
-    async def _answer(self, item: Item, permit: Permit, cancelled: bool) -> None:
+    async def _answer(self, item: Item, permit: Permit, reply: str, cancelled: bool) -> None:
         envelope = self._item(item)
         scope = self._scope()
         if cancelled:
@@ -157,6 +168,21 @@ class HeldBundle:
             finally:
                 forget()
         self._note(item, outcome)
+        if reply and self._telling is None:
+            self._telling = asyncio.get_running_loop().call_later(TOLD_EVERY, self._tell, reply)
+
+    def _tell(self, reply: str) -> None:
+        """Sends what has ended since the last time."""
+        self._telling = None
+        answers, errors = self._answers[self._told[0] :], self._errors[self._told[1] :]
+        if self._delivery.stale or self._broker.congested or not (answers or errors):
+            return
+        attempt = self._envelope.attempt
+        part = BundleAnswer(
+            job=attempt.job, attempt=attempt.number, answers=answers, errors=errors, partial=True
+        )
+        self._told = len(self._answers), len(self._errors)
+        self._broker.send(reply, msgspec.json.encode(part))
 
     def _note(self, item: Item, outcome: AttemptOutcome) -> None:
         """Keeps what ended for good, as far as it fits into a result."""

@@ -45,6 +45,7 @@ from inferbus.schemas.errors import (
     PayloadTooLarge,
 )
 from inferbus.schemas.objects import ObjectRef, object_header, parse_object
+from inferbus.workers import tracing
 from inferbus.workers.admission import Permit
 from inferbus.workers.bus.interface import Broker, Delivery, ObjectStore, Stored
 from inferbus.workers.jobs import cancel
@@ -151,6 +152,7 @@ class Deliveries:
 
         async def handle(job: HeldJob) -> None:
             bundle = HeldBundle(
+                self.broker,
                 self.runner,
                 self.cancels,
                 self.results,
@@ -448,17 +450,18 @@ class HeldJob:
         An owner that was out of touch for too long may still store the first result, and it counts; but it
         sends no more to readers, who may be listening to its successor. That one tells them of it.
         """
-        try:
-            ours = await self._store(result, outcome)
-        except PayloadTooLarge as problem:
-            outcome = await self._apart(outcome, problem)
-            ours = await self._store(result, outcome)
-        if not ours:
-            log.warning("job.superseded", **facts(outcome.attempt))
-            await self._tell_readers(result.own)
-        elif not self._delivery.stale:
-            outcome.answer()
-            await self._parts.broker.flush()
+        with tracing.span("publish", parent=outcome.span):
+            try:
+                ours = await self._store(result, outcome)
+            except PayloadTooLarge as problem:
+                outcome = await self._apart(outcome, problem)
+                ours = await self._store(result, outcome)
+            if not ours:
+                log.warning("job.superseded", **facts(outcome.attempt))
+                await self._tell_readers(result.own)
+            elif not self._delivery.stale:
+                outcome.answer()
+                await self._parts.broker.flush()
         return outcome
 
     async def _store(self, result: FinalResult, outcome: AttemptOutcome) -> bool:

@@ -9,6 +9,7 @@ from inferbus.schemas.errors import Cancelled, DeadlineExceeded, InferbusError
 from inferbus.schemas.objects import ObjectRef
 from inferbus.workers.jobs.attempt import Attempt
 from inferbus.workers.jobs.reply import Reply
+from inferbus.workers.tracing import Span
 
 
 class AttemptOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +26,7 @@ class AttemptOutcome(msgspec.Struct, frozen=True, kw_only=True):
         queued: Seconds from the arrival of the request to the attempt's beginning.
         admitted_after: Seconds that it was held back before the engine.
         apart: Where the body is stored, if it is too large for a message.
+        span: Of the attempt; what is done with the outcome is traced below it.
     """
 
     attempt: Attempt
@@ -37,6 +39,7 @@ class AttemptOutcome(msgspec.Struct, frozen=True, kw_only=True):
     queued: float = 0.0
     admitted_after: float = 0.0
     apart: ObjectRef | None = None
+    span: Span | None = None
 
     @property
     def status(self) -> headers.Status:

@@ -13,6 +13,8 @@ import structlog
 
 from inferbus.schemas.errors import InferbusError, InternalError
 from inferbus.schemas.requests import AnyRequest
+from inferbus.schemas.subjects import LIVE_OWNER
+from inferbus.workers import tracing
 from inferbus.workers.admission import Permit
 from inferbus.workers.bus.interface import Broker
 from inferbus.workers.jobs.attempt import Attempt, Envelope, facts
@@ -108,9 +110,24 @@ class AttemptRunner:
             resume_points: Where an earlier attempt can be resumed.
             lost: Whether the job may belong to another worker by now; nothing is sent then.
         """
-        attempt, streamed, permit = envelope.attempt, False, permit or Permit()
+        queued = max(0.0, (self._now() - envelope.attempt.arrived).total_seconds())
+        with _span(envelope, queued) as span:
+            return await self._run(envelope, scope, permit or Permit(), resume_points, lost, queued, span)
+
+    async def _run(
+        self,
+        envelope: Envelope,
+        scope: Scope,
+        permit: Permit,
+        resume_points: Sequence[ResumePoint],
+        lost: Callable[[], bool],
+        queued: float,
+        span: tracing.Span,
+    ) -> AttemptOutcome:
+        attempt, streamed = envelope.attempt, False
         started = time.monotonic()
-        queued = max(0.0, (self._now() - attempt.arrived).total_seconds())
+        if attempt.durable:
+            tracing.past("queue", queued)
         reply = self._reply(attempt)
         log.info("job.started", **facts(attempt))
         try:
@@ -141,8 +158,14 @@ class AttemptRunner:
             first_chunk=None if reply.begun is None else reply.begun - started,
             queued=queued,
             admitted_after=permit.waited,
+            span=span,
         )
-        self._observer.attempt_ended(outcome, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        if tracing.active():
+            span.set(_measured(outcome, seconds))
+            if error is not None:
+                span.failed(error.code)
+        self._observer.attempt_ended(outcome, seconds)
         return outcome
 
     def failed(self, attempt: Attempt, error: InferbusError) -> AttemptOutcome:
@@ -173,3 +196,39 @@ class AttemptRunner:
         if self._settings.patience is None:
             return None
         return self._settings.patience - (self._now() - attempt.arrived).total_seconds()
+
+
+def _span(envelope: Envelope, queued: float) -> tracing.Span:
+    """Of an attempt. The caller of a live request waits for it, the submitter of a job does not."""
+    if not tracing.active():
+        return tracing.OFF
+    attempt, found = envelope.attempt, envelope.headers
+    return tracing.span(
+        f"{attempt.kind} {attempt.model}",
+        kind="consumer" if attempt.durable else "server",
+        parent=None if attempt.durable else found,
+        links=found if attempt.durable else {},
+        ago=queued,
+        attributes={
+            "gen_ai.operation.name": attempt.kind,
+            "gen_ai.request.model": attempt.model,
+            "inferbus.job": attempt.job,
+            "inferbus.owner": attempt.owner,
+            "inferbus.attempt": attempt.number,
+            "inferbus.class": attempt.job_class or LIVE_OWNER,
+        },
+    )
+
+
+def _measured(outcome: AttemptOutcome, seconds: float) -> dict[str, str | int | float]:
+    """Attributes of an attempt that has ended, by the names that SGLang's own spans have."""
+    waited = outcome.queued + outcome.admitted_after
+    found: dict[str, str | int | float] = {
+        "inferbus.status": outcome.status,
+        "inferbus.chunks": outcome.chunks,
+        "gen_ai.latency.time_in_queue": waited,
+        "gen_ai.latency.e2e": outcome.queued + seconds,
+    }
+    if outcome.first_chunk is not None:
+        found["gen_ai.latency.time_to_first_token"] = outcome.queued + outcome.first_chunk
+    return found

@@ -1,7 +1,8 @@
-"""A worker's figures for Prometheus, and where they are served.
+"""A worker's figures for Prometheus.
 
-    async with serving(settings, engine.info, role=role) as metrics:
-        if metrics is not None:
+    async with endpoint.serving(settings, health) as port:
+        if port is not None:
+            metrics = serve(port, engine.info, role=role)
             metrics.handed_off(seconds=0.2, error=None, transfer=None)
 
 Everything is counted once, when a request, a job's delivery or a hand-off has
@@ -20,30 +21,27 @@ folder, and they are served here beside ours.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import itertools
 import os
-import socket
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, get_args
 
 import structlog
 
-from inferbus.schemas.errors import BY_CODE, CODES, InferbusError, WorkerError
+from inferbus.schemas.errors import BY_CODE, CODES, InferbusError
 from inferbus.schemas.fleet import Load, Role
 from inferbus.schemas.handoff import Transfer
 from inferbus.schemas.headers import Status
 from inferbus.schemas.subjects import CLASSES, KINDS
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.jetstream.clock import ServerClock
-from inferbus.workers.config import WorkerSettings
 from inferbus.workers.engine.interface import EngineInfo
 from inferbus.workers.jobs.attempt import Attempt
 from inferbus.workers.jobs.observer import Observer, Settlement
 from inferbus.workers.jobs.outcome import AttemptOutcome, status_of
+from inferbus.workers.observe.endpoint import Endpoint, Unserved
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -64,10 +62,6 @@ TRANSFER_SECONDS: Final = (
 )
 TRANSFER_BYTES: Final = tuple(4.0**power for power in range(6, 18))
 """From 4 KiB to 16 GiB."""
-
-
-class Unserved(WorkerError):
-    """Metrics cannot be served as the settings say; the message names the setting."""
 
 
 P = ParamSpec("P")
@@ -346,66 +340,27 @@ def _class(attempt: Attempt) -> str:
     return attempt.job_class or LIVE
 
 
-def check(settings: WorkerSettings) -> None:
-    """Finds out whether metrics can be served before the engine is loaded, which takes minutes.
+def check() -> None:
+    """Finds out whether SGLang's metrics can be served before the engine is loaded, which takes minutes.
 
     Raises:
         Unserved: They cannot.
     """
-    if settings.metrics_port is None:
-        return
     shared = os.environ.get(SHARED)
     if shared and not os.access(shared, os.W_OK | os.X_OK):
         raise Unserved(f"--metrics-port: {SHARED} names no folder that can be written to")
-    try:
-        found = socket.getaddrinfo(
-            settings.metrics_host, settings.metrics_port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        family, kind, protocol, _, address = found[0]
-        with socket.socket(family, kind, protocol) as probe:
-            # As the server itself: what is left of an earlier one's connections does not count.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        raise _unserved(settings, error) from error
 
 
-@asynccontextmanager
-async def serving(
-    settings: WorkerSettings, engine: EngineInfo, *, role: Role
-) -> AsyncIterator[Metrics | None]:
-    """Serves a worker's metrics over HTTP while the block runs; None where the settings ask for none.
+def serve(endpoint: Endpoint, engine: EngineInfo, *, role: Role) -> Metrics:
+    """A worker's metrics, served at a port that is open.
 
     Args:
-        settings: Host and port.
+        endpoint: The port.
         engine: Of an engine that is up.
         role: Of the worker.
-
-    Raises:
-        Unserved: The port is taken, or the host is not one of this machine's.
     """
-    if settings.metrics_port is None:
-        yield None
-        return
     metrics = Metrics(role, engine)
-    from prometheus_client import start_http_server
+    from prometheus_client import make_wsgi_app
 
-    try:
-        server, thread = start_http_server(
-            settings.metrics_port, addr=settings.metrics_host, registry=metrics.registry
-        )
-    except OSError as error:
-        raise _unserved(settings, error) from error
-    log.info("metrics.serving", host=settings.metrics_host, port=server.server_port)
-    try:
-        yield metrics
-    finally:
-        # It looks only twice a second whether it shall end.
-        await asyncio.to_thread(server.shutdown)
-        server.server_close()
-        thread.join()
-
-
-def _unserved(settings: WorkerSettings, error: OSError) -> Unserved:
-    where = f"{settings.metrics_host}:{settings.metrics_port}"
-    return Unserved(f"--metrics-port: cannot listen on {where}: {error.strerror or error}")
+    endpoint.metrics = make_wsgi_app(metrics.registry)
+    return metrics

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -107,8 +107,17 @@ class Handoffs:
         self._lost = lost
 
     @asynccontextmanager
-    async def offer(self, worker: WorkerInfo, leg: Leg, *, job: str) -> AsyncIterator[OpenHandoff]:
-        """Hands a leg to a prefill worker; whatever is unfinished when the block ends is aborted there."""
+    async def offer(
+        self, worker: WorkerInfo, leg: Leg, *, job: str, trace: Mapping[str, str] | None = None
+    ) -> AsyncIterator[OpenHandoff]:
+        """Hands a leg to a prefill worker; whatever is unfinished when the block ends is aborted there.
+
+        Args:
+            worker: The prefill worker.
+            leg: With a rendezvous.
+            job: For logs.
+            trace: The context of the worker's spans.
+        """
         if leg.rendezvous is None:
             raise ValueError("a leg that is handed off needs a rendezvous")
         answers: asyncio.Queue[bytes | None] = asyncio.Queue()
@@ -123,6 +132,7 @@ class Handoffs:
                 job=job,
                 signature=self._signature,
                 timeout=self._timeout,
+                trace=dict(trace or {}),
             ),
             codec.MSGPACK,
         )

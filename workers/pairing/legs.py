@@ -20,6 +20,7 @@ from inferbus.schemas.errors import (
     TransferFailed,
 )
 from inferbus.schemas.fleet import WorkerInfo
+from inferbus.workers import tracing
 from inferbus.workers.engine.interface import Delta, Engine, Leg, Prompt, Rendezvous
 from inferbus.workers.pairing.handoff import Handoffs, OpenHandoff
 from inferbus.workers.pairing.picker import Picker
@@ -117,8 +118,9 @@ class Alone:
     @asynccontextmanager
     async def __call__(self, leg: Leg, job: str) -> AsyncIterator[RunningLeg]:
         """Runs one leg; see `RunLeg`."""
-        async with aclosing(self._engine.generate(leg)) as deltas:
-            yield RunningLeg(deltas=deltas)
+        with tracing.span("generate", current=False):
+            async with aclosing(self._engine.generate(leg)) as deltas:
+                yield RunningLeg(deltas=deltas)
 
 
 class Paired:
@@ -187,18 +189,24 @@ class Paired:
         The first delta is held back until prefill reports that it has sent the cache: a decode engine whose
         prefill failed has been seen to generate from garbage (sgl-project/sglang#30233).
         """
-        with self._picker.using(worker.worker):
+        described = {"inferbus.prefill_worker": worker.worker}
+        with (
+            self._picker.using(worker.worker),
+            tracing.span("prefill", kind="client", current=False, attributes=described) as prefill,
+        ):
             leg = self._meeting(leg, worker)
             async with (
-                self._handoffs.offer(worker, leg, job=job) as open_handoff,
+                self._handoffs.offer(worker, leg, job=job, trace=prefill.headers) as open_handoff,
                 aclosing(self._engine.generate(leg)) as deltas,
             ):
                 await open_handoff.accepted()
                 first = await _first(deltas, open_handoff)
                 done = await open_handoff.done()
-                yield RunningLeg(
-                    deltas=deltas, first=first, prefill=worker.worker, cached_tokens=done.cached_tokens
-                )
+                prefill.end()
+                with tracing.span("decode", current=False):
+                    yield RunningLeg(
+                        deltas=deltas, first=first, prefill=worker.worker, cached_tokens=done.cached_tokens
+                    )
 
     def _meeting(self, leg: Leg, worker: WorkerInfo) -> Leg:
         if worker.bootstrap is None:

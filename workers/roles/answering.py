@@ -9,6 +9,7 @@ from structlog.contextvars import bind_contextvars
 
 from inferbus.schemas.errors import CallerError, ContextLengthExceeded, Misdirected, NotSupported
 from inferbus.schemas.requests import AnyRequest
+from inferbus.workers import tracing
 from inferbus.workers.engine.interface import AnswerIdentity, Engine, Prompt
 from inferbus.workers.jobs.attempt import Attempt
 from inferbus.workers.jobs.reply import ChunkEncoder
@@ -36,10 +37,12 @@ class Answering:
         """One attempt; see `inferbus.workers.jobs.runner.Generate`."""
         attempt, request, reply = work.attempt, work.request, work.reply
         bind_contextvars(job=attempt.job, attempt=attempt.number)
-        prompt = await self._prepare(attempt, request)
+        with tracing.span("prepare"):
+            prompt = await self._prepare(attempt, request)
         formatter = prompt.answer(AnswerIdentity(attempt.answer_id, int(attempt.arrived.timestamp())))
         generation = Generation(work, prompt, self._run)
-        await generation.admitted()
+        with tracing.span("admission"):
+            await generation.admitted()
         streams = attempt.streams(request)
         warnings: dict[str, Any] = {"warnings": request.warnings} if request.warnings else {}
         async with (

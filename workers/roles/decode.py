@@ -26,6 +26,7 @@ from inferbus.workers.roles.prefill_gate import PrefillGate
 from inferbus.workers.roles.program import finished_within
 from inferbus.workers.roles.reads import QUEUE_GROUP as READERS
 from inferbus.workers.roles.reads import Reads
+from inferbus.workers.roles.removals import Removals
 
 log = structlog.get_logger()
 
@@ -75,6 +76,7 @@ class DecodeProgram:
         self._gate = gate
         self._intakes: list[asyncio.Task[None]] = []
         self._reads = Reads(bus, settings, tasks)
+        self._removals = Removals(bus, settings, tasks)
         self._watching_gate: asyncio.Task[None] | None = None
         self._forget_connection: Callable[[], None] = lambda: None
 
@@ -92,6 +94,7 @@ class DecodeProgram:
             await self._gate.update()
             self._watching_gate = asyncio.create_task(self._gate.run())
         await self._bus.subscribe(self._settings.subjects.all("read"), self._reads.asked, queue=READERS)
+        await self._bus.subscribe(self._settings.subjects.all("remove"), self._removals.asked, queue=READERS)
         passed = self._settings.subjects.passed(self._model, self._settings.worker, "*")
         await self._bus.subscribe(passed, self._live.passed_on)
         await self._live.join()

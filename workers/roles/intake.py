@@ -22,6 +22,7 @@ from inferbus.schemas.errors import (
     Overloaded,
     PayloadTooLarge,
 )
+from inferbus.workers import tracing
 from inferbus.workers.admission import BATCH, LIVE, Admission, Permit, ServiceClass
 from inferbus.workers.bus.connection.message import Callback, Message
 from inferbus.workers.bus.connection.subscription import Subscription
@@ -200,7 +201,8 @@ class LiveIntake:
     def _answered(self, outcome: AttemptOutcome) -> AttemptOutcome:
         """Sends what is still to be sent; an answer that no message can hold is an error."""
         try:
-            outcome.answer()
+            with tracing.span("publish", parent=outcome.span):
+                outcome.answer()
             return outcome
         except PayloadTooLarge as problem:
             error = PayloadTooLarge(

@@ -21,6 +21,7 @@ from inferbus.schemas.errors import (
     Overloaded,
     PrefillFailed,
 )
+from inferbus.workers import tracing
 from inferbus.workers.admission import Admission, Permit, class_of
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.connection.message import Message
@@ -157,14 +158,23 @@ class PrefillProgram:
             entering.cancel()
 
     async def _run(self, request: handoff.Prefill, reply: str, permit: Permit) -> None:
+        described = {"inferbus.job": request.job, "inferbus.decode_worker": request.worker}
+        with tracing.span("prefill", kind="server", parent=request.trace, attributes=described) as span:
+            await self._serve(request, reply, permit, span)
+
+    async def _serve(self, request: handoff.Prefill, reply: str, permit: Permit, span: tracing.Span) -> None:
         started = time.monotonic()
         bind_contextvars(job=request.job)
         answer: handoff.FromPrefill
         try:
-            await self._turn(request, reply, permit)
+            with tracing.span("admission"):
+                await self._turn(request, reply, permit)
             self._answer(reply, handoff.Accepted(worker=self._worker))
             async with asyncio.timeout(request.timeout):
-                last = await self._compute(request)
+                with tracing.span("compute"):
+                    last = await self._compute(request)
+            if last is not None and last.transfer is not None:
+                tracing.past("transfer", last.transfer.seconds, {"inferbus.bytes": last.transfer.bytes})
             answer = handoff.Done(
                 worker=self._worker,
                 cached_tokens=(last.cached_tokens or 0) if last is not None else 0,
@@ -185,6 +195,8 @@ class PrefillProgram:
             answer = self._failed(request, InternalError("inferbus failed; the worker's log says how"))
         code = answer.error.code if isinstance(answer, handoff.Failed) else None
         transfer = answer.transfer if isinstance(answer, handoff.Done) else None
+        if code is not None:
+            span.failed(code)
         self._answer(reply, answer)
         self._observer.handed_off(time.monotonic() - started, code, transfer)
 

@@ -113,6 +113,8 @@ class Reads:
         subjects = self._settings.subjects
         if wanted == "chunks":
             stream, subject = layout.STREAM, subjects.stream(key.owner, key.job)
+        elif wanted == "batches":
+            stream, subject = layout.BATCHES, layout.batch_key(subjects, key.owner, "*")
         else:
             stream, subject = layout.JOBS, subjects.jobs_of_owner(key.owner)
         try:
@@ -131,6 +133,11 @@ class Reads:
             if self._job_of(stored) != key.job:
                 return None
             return b"", {headers.SUBMISSION: str(stored.sequence), headers.SUBJECT: stored.subject}
+        if wanted in ("jobs", "batches"):
+            name = stored.headers.get(headers.JOB_ID, "")
+            if wanted == "jobs" and not name.startswith(f"{key.job}-"):
+                return None
+            return stored.data, {headers.SUBMISSION: str(stored.sequence), headers.JOB_ID: name}
         if stored.forwarded:
             return None
         own = {name: value for name, value in stored.headers.items() if not name.lower().startswith(_SERVER)}

@@ -4,6 +4,7 @@
     announce that it starts        its id is another worker's         exit 1
     start the engine               it cannot, or a port is taken      announce why, exit 1
     announce, take work            NATS gone for good                 exit 3
+                                   NATS refuses the login for long    drain, exit 3
                                    engine does not answer any more    exit 1
                                    another worker took over its id    drain, exit 1
     SIGTERM or SIGINT              drain within the grace period, a second signal hurries; exit 0
@@ -27,6 +28,7 @@ import uvloop
 
 from inferbus.schemas.errors import BusUnavailable, InferbusError
 from inferbus.schemas.fleet import Role
+from inferbus.workers import tracing
 from inferbus.workers.admission import Admission
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.fleet.condition import examine
@@ -38,9 +40,10 @@ from inferbus.workers.engine.interface import Engine
 from inferbus.workers.engine.launch import launch, model_name
 from inferbus.workers.engine.progress import Progress
 from inferbus.workers.jobs.observer import Observer
-from inferbus.workers.observe import logs, metrics
+from inferbus.workers.observe import endpoint, logs, metrics
+from inferbus.workers.observe.health import Health
 from inferbus.workers.observe.metrics import Metrics
-from inferbus.workers.roles import description, wiring
+from inferbus.workers.roles import description, pod, wiring
 from inferbus.workers.roles.budget import budget
 from inferbus.workers.roles.description import Description
 from inferbus.workers.roles.signals import StopSignals, restored
@@ -74,7 +77,10 @@ def run(
     level = "DEBUG" if settings.worker.verbose else "INFO"
     logs.configure(level=level, cache=True, worker=settings.worker.worker, role=role)
     # uvloop is what SGLang runs on as well, and takes a third off a chunk's way.
-    with restored(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    traces: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if settings.worker.tracing:
+        traces = tracing.exporting(service=f"inferbus-{role}", instance=settings.worker.worker)
+    with traces, restored(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_Worker(role, settings, engine_argv, scripted).main())
 
 
@@ -89,6 +95,8 @@ class _Worker:
         self._signals = StopSignals()
         model = model_name(settings.worker, engine_argv, scripted)
         self._description = Description(role, settings.worker, model)
+        self._progress = Progress()
+        self._health = Health(lambda: self._progress.text)
 
     async def main(self) -> int:
         try:
@@ -108,15 +116,18 @@ class _Worker:
 
     async def _start(self, running: contextlib.AsyncExitStack) -> tuple[Engine, Metrics | None] | None:
         """The engine, and where metrics go, both ended by `running`; None where it cannot start."""
-        settings, progress = self._settings.worker, Progress()
+        settings, progress = self._settings.worker, self._progress
         async with Starting(self._settings, self._description.loading(), progress) as starting:
             try:
-                metrics.check(settings)
+                port = await running.enter_async_context(endpoint.serving(settings, self._health))
+                if port is not None:
+                    metrics.check()
                 engine = await launch(self._role, settings, self._engine_argv, self._scripted, progress)
                 running.push_async_callback(engine.close)
                 starting.loaded(engine.info.model)
-                serving = metrics.serving(settings, engine.info, role=self._role)
-                return engine, await running.enter_async_context(serving)
+                if port is None:
+                    return engine, None
+                return engine, metrics.serve(port, engine.info, role=self._role)
             except InferbusError as error:
                 log.error("worker.failed", reason=error.message)
                 log.debug("worker.failed", exc_info=True)
@@ -127,7 +138,13 @@ class _Worker:
     async def _connected(self) -> AsyncIterator[Bus]:
         name = f"inferbus {self._role} {self._settings.worker.worker}"
         settings = self._settings.bus
-        bus = await Bus.connect(settings, name=name, inbox_prefix=settings.subjects.worker_inboxes)
+        bus = await Bus.connect(
+            # While a refused worker drains, its login may be accepted again: answers can be delivered then.
+            settings,
+            name=name,
+            inbox_prefix=settings.subjects.worker_inboxes,
+            keeps_trying=True,
+        )
         try:
             yield bus
         finally:
@@ -139,6 +156,7 @@ class _Worker:
         described = self._description.loaded(info, admission)
         load = functools.partial(description.load, engine, admission)
         async with (
+            self._health.watched(),
             clocks.following(bus) as clock,
             Registry(bus, described, settings=settings, load=load) as registry,
         ):
@@ -151,17 +169,22 @@ class _Worker:
             self._signals.catch()
             replies = wiring.job_settings(self._settings, bus.subjects).replies
             # Before it takes anything: a server that does not answer for a moment fails this start.
-            async with description.service(bus, described, program, replies=replies):
+            async with (
+                description.service(bus, described, program, replies=replies),
+                pod.marked(settings.pod, lambda: admission.busy),
+            ):
                 await program.start()
                 await registry.announce("ready")
                 log.info("worker.ready", model=info.model, slots=admission.budget.slots, engine=info.name)
+                self._health.serving(lambda: bus.connected)
                 async with asyncio.TaskGroup() as group:
                     provisioning = group.create_task(self._keep_streams(bus, info.model))
                     examining = group.create_task(self._examine(bus, registry, measured))
                     code = await self._until_stopped(bus, engine, registry)
                     provisioning.cancel()
                     examining.cancel()
-            if code == EXIT_OK or registry.replaced.is_set():
+                self._health.draining()
+            if code == EXIT_OK or registry.replaced.is_set() or bus.refused.is_set():
                 await registry.announce("draining")
                 log.info("worker.draining", busy=admission.busy)
                 await program.drain(grace=settings.grace, hurry=self._signals.hurry)
@@ -212,10 +235,11 @@ class _Worker:
             await asyncio.sleep(EXAMINE_INTERVAL)
 
     async def _until_stopped(self, bus: Bus, engine: Engine, registry: Registry) -> int:
-        """Waits for a signal, the end of the connection, an engine that answers no more, or a successor."""
+        """Waits for a signal, the end of the connection or of the login, a lost engine, or a successor."""
         ends = {
             asyncio.create_task(self._signals.stop.wait()): EXIT_OK,
-            asyncio.ensure_future(bus.closed.wait()): EXIT_NATS,
+            asyncio.create_task(bus.closed.wait()): EXIT_NATS,
+            asyncio.create_task(bus.refused.wait()): EXIT_NATS,
             asyncio.create_task(self._engine_lost(engine)): EXIT_ENGINE,
             asyncio.create_task(registry.replaced.wait()): EXIT_ENGINE,
         }
@@ -231,5 +255,8 @@ class _Worker:
         misses = 0
         while misses < HEALTH_MISSES:
             await asyncio.sleep(HEALTH_INTERVAL)
-            misses = 0 if await engine.healthy() else misses + 1
+            healthy = await engine.healthy()
+            misses = 0 if healthy else misses + 1
+            self._health.engine_answered(healthy)
+        self._health.engine_lost()
         log.error("engine.lost")

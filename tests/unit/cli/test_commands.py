@@ -172,7 +172,8 @@ def test_sglang_on_another_python_is_one_line(
     ("command", "module", "extra"),
     [
         (["worker", "both"], "sglang", "gpu"),
-        (["worker", "both"], "uvloop", "worker"),
+        (["worker", "both"], "uvloop", "gpu"),
+        (["worker", "both", "--scripted", __file__], "uvloop", "worker"),
         (["up"], "nixl", "gpu"),
         (["up"], "numpy", "gpu"),
     ],

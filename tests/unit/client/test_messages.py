@@ -213,3 +213,11 @@ def test_a_status_has_its_error() -> None:
     assert isinstance(status_error("cancelled"), Cancelled)
     assert isinstance(status_error("expired"), DeadlineExceeded)
     assert isinstance(status_error("error"), InternalError)
+
+
+def test_the_text_of_a_chunk_and_of_a_whole_answer_is_had_alike() -> None:
+    choices = [{"index": 0, "message": {"role": "assistant", "content": "Hi"}}]
+    assert text({"choices": choices}) == "Hi"
+    assert text({"choices": [{"index": 0, "delta": {"content": "Hi"}}]}) == "Hi"
+    assert text({"choices": [{"index": 0, "text": "Hi"}]}) == "Hi"
+    assert text({"choices": choices}, index=1) == ""

@@ -74,16 +74,19 @@ class Bus:
     Attributes:
         subjects: The subjects under the configured prefix.
         closed: Set when the connection is gone for good, by `close` or by a fault.
+        refused: Set when the login has been refused for `REFUSED_FOR`.
         failure: Why, where it was a fault.
         callback_errors: Exceptions from callbacks, all logged.
         errors: Errors that nats-py reported, all logged.
         watchdog: Checks that the connection is alive.
     """
 
-    def __init__(self, settings: BusSettings, inbox_prefix: str) -> None:
+    def __init__(self, settings: BusSettings, inbox_prefix: str, *, keeps_trying: bool) -> None:
         """Not to be called; see `connect`."""
         self.subjects: Subjects = settings.subjects
+        self._keeps_trying = keeps_trying
         self.closed = asyncio.Event()
+        self.refused = asyncio.Event()
         self.failure: str | None = None
         self.callback_errors = 0
         self.errors = 0
@@ -114,6 +117,7 @@ class Bus:
         name: str,
         inbox_prefix: str | None = None,
         watchdog: float = INTERVAL,
+        keeps_trying: bool = False,
     ) -> Bus:
         """Connects.
 
@@ -122,11 +126,12 @@ class Bus:
             name: Shown in the server's list of connections.
             inbox_prefix: In place of the settings'.
             watchdog: Seconds between its questions.
+            keeps_trying: A login that stays refused sets `refused` only, and does not close the connection.
 
         Raises:
             BusUnavailable: Nothing answers, or it refuses, or is too old; one line says which.
         """
-        bus = cls(settings, inbox_prefix or settings.inbox_prefix)
+        bus = cls(settings, inbox_prefix or settings.inbox_prefix, keeps_trying=keeps_trying)
         events: Events = {
             "error_cb": bus._on_error,
             "disconnected_cb": bus._on_disconnected,
@@ -458,13 +463,22 @@ class Bus:
             self._logged_errors.add(text)
             (log.warning if new else log.debug)("bus.error", error=text, kind=type(error).__name__)
             if natspy.refuses_login(text) and self._refusals.too_long(time.monotonic()):
-                # Not here: this is nats-py's own task, which closing would wait for.
-                self._ending = asyncio.ensure_future(self._fail(f"the login stays refused: {text}"))
+                self._stays_refused(f"the login stays refused: {text}")
             return
         if self._permissions.add(refusal):
             log.error("bus.not_permitted", action=refusal.action, subject=refusal.subject)
         if refusal.action == "publish":
             self._requests.refuse(refusal.subject)
+
+    def _stays_refused(self, reason: str) -> None:
+        if self.refused.is_set():
+            return
+        self.refused.set()
+        if self._keeps_trying:
+            log.error("bus.refused", reason=reason)
+        else:
+            # Not here: this is nats-py's own task, which closing would wait for.
+            self._ending = asyncio.ensure_future(self._fail(reason))
 
     async def _on_disconnected(self) -> None:
         if not self._closing:

@@ -80,6 +80,7 @@ async def examine(bus: Bus, workers: Sequence[WorkerInfo]) -> Condition:
             troubles.extend(await _consumers(bus, workers))
     for stream, (used, limit) in room.items():
         troubles.extend(_full(stream, used, limit))
+    troubles.extend(_stuck(workers))
     troubles.extend(Trouble(text=line, serious=False) for line in unlike(workers))
     return Condition(troubles=troubles, room=room)
 
@@ -90,6 +91,15 @@ def _full(stream: str, used: int, limit: int) -> list[Trouble]:
     full = used >= FULL * limit
     text = f"the stream {stream} is {'full' if full else 'nearly full'}: {used} of {limit} bytes"
     return [Trouble(text=f"{text}; {_REFUSE[stream]}" if full else text, serious=full)]
+
+
+def _stuck(workers: Sequence[WorkerInfo]) -> list[Trouble]:
+    """Ready workers that say why they take no jobs: an answer may not fit a stream that is not full."""
+    return [
+        Trouble(text=f"the worker {info.worker} takes no jobs: {info.reason}", serious=True)
+        for info in workers
+        if info.state == "ready" and info.reason
+    ]
 
 
 async def _consumers(bus: Bus, workers: Sequence[WorkerInfo]) -> list[Trouble]:

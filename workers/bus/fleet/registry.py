@@ -62,7 +62,7 @@ def key(info: WorkerInfo) -> str:
 
 def entry_subject(subjects: Subjects, name: str = ">") -> str:
     """The subject of an entry of the bucket by its key, which may hold wildcards."""
-    return f"$KV.{layout.bucket(subjects)}.{name}"
+    return layout.key(subjects, layout.WORKERS, name)
 
 
 def parse_entry(entry: Stored | Message) -> WorkerInfo | None:

@@ -18,10 +18,12 @@ RESULTS: Final = "INFER_RESULTS"
 DEAD: Final = "INFER_DEAD"
 CANCEL: Final = "INFER_CANCEL"
 OBJECTS: Final = "INFER_OBJECTS"
+FILES: Final = "INFER_FILES"
 WORKERS: Final = f"KV_{fleet.BUCKET}"
-"""The stream behind the key-value bucket (ADR-8)."""
+BATCHES: Final = "KV_INFER_BATCHES"
+"""The streams behind key-value buckets (ADR-8)."""
 
-CONTRACT: Final = frozenset({JOBS, STREAM, RESULTS, DEAD, CANCEL, OBJECTS, WORKERS})
+CONTRACT: Final = frozenset({JOBS, STREAM, RESULTS, DEAD, CANCEL, OBJECTS, FILES, WORKERS, BATCHES})
 """Every stream, by its name under the default prefix; `in_account` has the name under another one."""
 
 ANNOUNCE_TTL: Final = 10.0
@@ -53,8 +55,8 @@ def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[st
     see `entrance`.
 
     Streams whose messages must not be lost refuse what does not fit (`discard: new`): jobs, results, dead
-    letters, objects, and cancel marks, which one owner could push out with many of its own. Chunks are
-    discarded by age instead (`discard: old`), since a worker must never wait for their readers.
+    letters, objects, files, batches, and cancel marks, which one owner could push out with many of its own.
+    Chunks are discarded by age instead (`discard: old`), since a worker must never wait for their readers.
     """
     s = settings
     jobs = _stream(JOBS, [], s, s.jobs_max_bytes, s.jobs_max_age)
@@ -63,14 +65,19 @@ def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[st
     dead = _stream(DEAD, [], s, s.dead_max_bytes, s.dead_max_age)
     cancel = _stream(CANCEL, [subjects.all("cancel")], s, 64 * MIB, DAY)
     objects = _stream(OBJECTS, [subjects.all("objects")], s, s.objects_max_bytes, s.results_max_age)
-    workers = _stream(WORKERS, [f"$KV.{bucket(subjects)}.>"], s, 16 * MIB, ANNOUNCE_TTL)
+    files = _stream(FILES, [subjects.all("files")], s, s.files_max_bytes, 0)
+    workers = _stream(WORKERS, [key(subjects, WORKERS, ">")], s, 16 * MIB, ANNOUNCE_TTL)
+    batches = _stream(BATCHES, [key(subjects, BATCHES, ">")], s, 256 * MIB, 0)
     light = _light(settings)
+    # As ADR-8 lays out a bucket, so that `nats kv` reads it.
+    bucket = {"max_msgs_per_subject": 1, "allow_rollup_hdrs": True, "deny_delete": True}
     return [
         _capped(jobs, settings) | {"retention": "workqueue"},
         chunks | light | {"discard": "old", "max_msgs_per_subject": settings.stream_max_chunks},
         guarded(results, subjects, ("results", "attempts")),
         guarded(dead, subjects, ("dead",)),
         objects,
+        files,
         # More than one mark per job: each may be for another submission with the same id.
         cancel
         | {
@@ -78,8 +85,8 @@ def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[st
             "discard_new_per_subject": True,
             "max_msg_size": CANCEL_BYTES,
         },
-        # As ADR-8 lays out a bucket, so that `nats kv` reads it.
-        workers | light | {"max_msgs_per_subject": 1, "allow_rollup_hdrs": True, "deny_delete": True},
+        workers | light | bucket,
+        batches | bucket,
     ]
 
 
@@ -92,9 +99,14 @@ def in_account(name: str, subjects: Subjects) -> str:
     return name.replace("INFER", subjects.prefix.upper().replace(".", "_"), 1) if name in CONTRACT else name
 
 
-def bucket(subjects: Subjects) -> str:
-    """The name of the workers' key-value bucket."""
-    return in_account(WORKERS, subjects).removeprefix("KV_")
+def key(subjects: Subjects, stream: str, name: str) -> str:
+    """The subject of a key, or a filter, of the key-value bucket behind a stream."""
+    return f"$KV.{in_account(stream, subjects).removeprefix('KV_')}.{name}"
+
+
+def batch_key(subjects: Subjects, owner: str, batch: str, name: str = "state") -> str:
+    """The subject of a batch's record, or of another key of it; or a filter, by `*` for the batch."""
+    return key(subjects, BATCHES, f"{escape(owner)}.{batch if batch == '*' else escape(batch)}.{name}")
 
 
 def new_stream(config: dict[str, Any], subjects: Subjects) -> dict[str, Any]:

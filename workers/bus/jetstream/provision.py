@@ -216,7 +216,8 @@ def _foreign(existing: dict[str, Any], subjects: Subjects) -> list[str]:
     """What a stream stores that no stream of this prefix stores."""
     transform = existing.get("subject_transform")
     stored = [transform["dest"]] if transform else existing.get("subjects") or []
-    own = (f"{subjects.prefix}.", f"$KV.{layout.bucket(subjects)}.")
+    buckets = (layout.key(subjects, each, "") for each in (layout.WORKERS, layout.BATCHES))
+    own = (f"{subjects.prefix}.", *buckets)
     return [each for each in stored if not each.startswith(own)]
 
 

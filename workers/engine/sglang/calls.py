@@ -24,6 +24,7 @@ from inferbus.schemas.errors import (
 )
 from inferbus.schemas.fleet import Role
 from inferbus.schemas.sampling import GRAMMARS
+from inferbus.workers import tracing
 from inferbus.workers.engine.interface import Delta, Finish, Leg
 from inferbus.workers.engine.sglang import bootstrap, transfer
 from inferbus.workers.engine.sglang.redaction import unquoted
@@ -164,6 +165,9 @@ class Calls:
             "sampling_params": sampling,
             "stream": True,
         }
+        # SGLang's own spans are below ours where it traces, too: --enable-trace.
+        if tracing.active() and "external_trace_header" in self._fields:
+            fields["external_trace_header"] = tracing.carried()
         if leg.rendezvous is not None:
             fields |= {
                 "bootstrap_host": leg.rendezvous.bootstrap.host,

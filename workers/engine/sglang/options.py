@@ -21,7 +21,7 @@ import msgspec
 
 from inferbus.schemas.fleet import Bootstrap, Role
 from inferbus.workers.engine import cpu
-from inferbus.workers.engine.sglang import scheduling
+from inferbus.workers.engine.sglang import parsers, scheduling
 from inferbus.workers.engine.sglang.redaction import remember_secrets, without_secrets
 from inferbus.workers.engine.sglang.startup import LaunchFailed
 
@@ -98,6 +98,7 @@ def read(
     own = _own(role, given, model=model, bootstrap_port=bootstrap_port, advertise_host=advertise_host)
     for name, value in own.items():
         setattr(values, name, value)
+    parsers.choose(parser, values, given, role)
     bootstrap = None
     if role == "prefill":
         fixed = bootstrap_port or "disaggregation_bootstrap_port" in given
@@ -146,6 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     # Abbreviations stay allowed, as in SGLang.
     parser = _Parser(prog="sglang", add_help=False)
     _server_args().add_cli_args(parser)
+    parsers.offer_none(parser)
     return parser
 
 

@@ -115,10 +115,13 @@ class Serving:
         self.completion = OpenAIServingCompletion(stand_in, engine.template_manager)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="inferbus-conversion")
         self._trusts_templates = bool(getattr(engine.server_args, "trust_request_chat_template", False))
-        if self.has_chat_template and not self.chat.tool_call_parser:
+        if self.chat.tool_call_parser:
+            log.info("tool_calls.parsed", parser=self.chat.tool_call_parser)
+        elif self.has_chat_template:
             log.warning(
                 "tool_calls.not_parsed",
-                reason="tool calls come as plain text: no --tool-call-parser; see SGLang's list of them",
+                reason="tool calls come as plain text: none was found for the model's chat template; "
+                "--tool-call-parser names one",
             )
 
     @property
