@@ -104,7 +104,6 @@ async def test_silence_before_the_first_token_is_filled_with_comments_of_one_lin
         assert await anext(parts) == ": keep-alive\n"
         await worker.answer((await worker.request()).reply, "Paris")
         text = "".join([part async for part in parts])
-    assert "\n\n: " not in text.removeprefix(": keep-alive\n" * text.count(": keep-alive\n")) or text
     assert ": keep-alive\n\n" not in text
     assert len(events(text)) == 4
 
@@ -187,7 +186,7 @@ async def test_a_reader_that_does_not_read_is_given_up_and_its_request_cancelled
 ) -> None:
     async with gateway(server.url) as url:
         host, port = url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        _, writer = await asyncio.open_connection(host, int(port), limit=1024)
         body = json.dumps(STREAM).encode()
         writer.write(
             b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -336,8 +335,25 @@ async def test_a_changed_file_of_keys_is_read_again(tmp_path: Path) -> None:
 def test_keys_that_cannot_be_used_are_named_without_being_shown(tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     file.write_text(
-        f'[short]\nkey = "sk-short"\nowner = "a"\n[none]\nowner = "a"\n[live]\nkey = "{KEY}"\nowner = "live"\n'
-        f'[one]\nkey = "{KEY}"\nowner = "a"\n[same]\nkey = "{KEY}"\nowner = "b"\n[extra]\nowner="a"\nlimit=1\n'
+        f"""
+        [short]
+        key = "sk-short"
+        owner = "a"
+        [none]
+        owner = "a"
+        [live]
+        key = "{KEY}"
+        owner = "live"
+        [one]
+        key = "{KEY}"
+        owner = "a"
+        [same]
+        key = "{KEY}"
+        owner = "b"
+        [extra]
+        owner = "a"
+        limit = 1
+        """
     )
     with pytest.raises(ConfigError) as told:
         Keys(GatewaySettings(keys_file=file))

@@ -1,4 +1,4 @@
-"""Grafana's dashboard and Prometheus's alert rules: every query against a real Prometheus and real workers."""
+"""Grafana's dashboard and Prometheus's alert rules: each query against a real Prometheus and real workers."""
 
 from __future__ import annotations
 

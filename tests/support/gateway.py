@@ -26,7 +26,8 @@ async def gateway(nats_url: str, **settings: Any) -> AsyncIterator[str]:
     )
     running = asyncio.create_task(run(given, stop, listening=listening.set_result))
     try:
-        await asyncio.wait({running, listening}, return_when=asyncio.FIRST_COMPLETED)
+        both: tuple[asyncio.Future[Any], ...] = (running, listening)
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if running.done():
             await running
         yield listening.result()

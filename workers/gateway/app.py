@@ -29,7 +29,7 @@ from inferbus.workers.gateway.events import AnswerCut, EventStream, unless_left
 from inferbus.workers.gateway.keys import Key, Keys
 from inferbus.workers.gateway.metrics import Metrics
 from inferbus.workers.gateway.page import PAGE, PAGE_HEADERS
-from inferbus.workers.gateway.requests import read_request
+from inferbus.workers.gateway.requests import idempotency_key, read_request, wait_of
 
 log = structlog.get_logger()
 
@@ -82,8 +82,8 @@ class Gateway:
 
     async def _ask(self, kind: Kind, request: Request, client: Client) -> ASGIApp:
         asked = await read_request(request, kind, limit=self._settings.max_body)
-        name = request.headers.get(jobs.IDEMPOTENCY_KEY)
-        if asked.background or jobs.respond_async(request):
+        name = idempotency_key(request)
+        if asked.background:
             job = await jobs.submit(client, asked, name)
             return json_response(
                 jobs.job_object(job, None), status=202, headers={"location": jobs.location(job)}
@@ -112,7 +112,7 @@ class Gateway:
 
     async def _job(self, request: Request, client: Client) -> ASGIApp:
         job = await jobs.find(client, request.path_params["id"])
-        wait = jobs.wait_of(request)
+        wait = wait_of(request)
         ended = await unless_left(request.receive, jobs.result(client, job, wait))
         return json_response(jobs.job_object(job, ended))
 

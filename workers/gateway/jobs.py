@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from typing import Any, Final
+from typing import Any
 from urllib.parse import quote
-
-from starlette.requests import Request
 
 from inferbus.schemas.errors import Cancelled, DeadlineExceeded, InferbusError, InvalidRequest
 from inferbus.workers.client import Client, Job, Result, TimedOut
@@ -14,23 +11,6 @@ from inferbus.workers.client.results import Results
 from inferbus.workers.gateway.answers import bare
 from inferbus.workers.gateway.errors import body_of
 from inferbus.workers.gateway.requests import Asked
-
-IDEMPOTENCY_KEY: Final = "idempotency-key"
-LONGEST_WAIT: Final = 300.0
-"""Seconds that `Prefer: wait=…` may ask for."""
-
-_WAIT: Final = re.compile(r"\bwait=(\d{1,6})\b")
-
-
-def respond_async(request: Request) -> bool:
-    """Whether a request prefers to be told where its answer will be (RFC 7240)."""
-    return "respond-async" in (each.strip().lower() for each in _preferences(request))
-
-
-def wait_of(request: Request) -> float:
-    """Seconds for which a request prefers to wait (RFC 7240)."""
-    found = _WAIT.search(",".join(_preferences(request)).lower())
-    return min(float(found[1]), LONGEST_WAIT) if found else 0.0
 
 
 async def submit(client: Client, asked: Asked, job_id: str | None) -> Job:
@@ -112,7 +92,3 @@ def _ended(error: InferbusError) -> str:
     if isinstance(error, Cancelled):
         return "cancelled"
     return "expired" if isinstance(error, DeadlineExceeded) else "failed"
-
-
-def _preferences(request: Request) -> list[str]:
-    return [each for value in request.headers.getlist("prefer") for each in value.split(",")]

@@ -5,6 +5,7 @@ All other fields go on as the bytes that came. What is wrong with them, the work
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 import msgspec
@@ -19,10 +20,19 @@ from inferbus.schemas.subjects import Kind, escape
 COMPLETION_TOKENS: Final = 16
 """OpenAI's default of `max_tokens` for completions; the bus has none."""
 
+LONGEST_IDEMPOTENCY_KEY: Final = re.compile(r"[!-.0-~]{1,128}")
+_WAIT: Final = 300.0
+"""Seconds that `Prefer: wait=…` may ask for."""
+
+LONGEST_WAIT: Final = 300.0
+"""Seconds that `Prefer: wait=…` may ask for."""
+
 _MAX_TOKENS: Final = (
     "max_new_tokens",
     *(name for name, field in ALIASES.items() if field == "max_new_tokens"),
 )
+_IDEMPOTENCY_KEY: Final = re.compile(r"[!-.0-~]{1,128}")
+_WAIT: Final = re.compile(r"\bwait=(\d{1,6})\b")
 _NULL: Final = msgspec.Raw(b"null")
 _decoder: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -86,7 +96,7 @@ async def read_request(request: Request, kind: Kind, *, limit: int) -> Asked:
         raise InvalidRequest("model is missing", param="model")
     escape(model)
     streamed = bool(_field(fields, "stream", bool))
-    background = bool(_field(fields, "background", bool))
+    background = bool(_field(fields, "background", bool)) or "respond-async" in _preferences(request)
     fields.pop("background", None)
     body: dict[str, Any] = {**fields, "stream": streamed}
     if streamed and "stream_options" not in fields:
@@ -102,6 +112,29 @@ async def read_request(request: Request, kind: Kind, *, limit: int) -> Asked:
         background=background,
         traceparent=request.headers.get("traceparent"),
     )
+
+
+def idempotency_key(request: Request) -> str | None:
+    """The id that a request asks to have as a job; None: it need not be one.
+
+    Raises:
+        InvalidRequest: No job can have this id.
+    """
+    key = request.headers.get("idempotency-key")
+    if key is not None and not _IDEMPOTENCY_KEY.fullmatch(key):
+        what = "1 to 128 printable ASCII characters, without spaces and /"
+        raise InvalidRequest(f"Idempotency-Key must be {what}", param="Idempotency-Key")
+    return key
+
+
+def wait_of(request: Request) -> float:
+    """Seconds for which a request prefers to wait (RFC 7240)."""
+    found = _WAIT.search(",".join(_preferences(request)))
+    return min(float(found[1]), LONGEST_WAIT) if found else 0.0
+
+
+def _preferences(request: Request) -> list[str]:
+    return [each.strip().lower() for value in request.headers.getlist("prefer") for each in value.split(",")]
 
 
 def _fields(data: bytes) -> dict[str, msgspec.Raw]:
