@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
+import signal
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from inferbus.workers.gateway import events as events_module
 from inferbus.workers.gateway.events import EventStream
 from inferbus.workers.gateway.keys import Keys
 from inferbus.workers.gateway.server import Unserved
+from inferbus.workers.stack.processes import Children, spawn
 from inferbus.workers.stack.server import NatsServer
 from tests.support.answers import chat_answer
 from tests.support.eventually import eventually
@@ -376,6 +380,7 @@ async def test_a_key_has_its_requests_a_minute_and_at_a_time(server: NatsServer,
         asking = asyncio.create_task(http.post("/v1/chat/completions", json=CHAT))
         reply = (await worker.request()).reply
         assert (await http.get("/v1/models")).status_code == 429
+        assert (await http.get("/metrics")).status_code == (await http.get("/status")).status_code == 200
         await worker.send(reply, chat_answer("a"))
         await worker.end(reply, 1)
         assert (await asking).status_code == 200
@@ -410,3 +415,32 @@ async def test_a_defect_is_an_answer_and_in_the_log(
     asking = asyncio.create_task(http.post("/v1/chat/completions", json=STREAM))
     await worker.answer((await worker.request()).reply, "Paris")
     assert (await asking).status_code == 500
+
+
+async def test_the_command_says_where_it_listens_and_ends_by_a_signal(
+    server: NatsServer, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "inferbus.workers.cli", "gateway", "--gateway-listen", "127.0.0.1:0"]
+    async with Children(grace=5) as children:
+        env = {"INFERBUS_NATS_URL": server.url}
+        child = children.add(await spawn("gateway", command, log=tmp_path / "gateway.log", env=env))
+
+        def said() -> str | None:
+            found = re.search(r"^listening on (\S+)$", child.log.read_text(), re.MULTILINE)
+            return found and found[1]
+
+        url = await eventually(said, within=30)
+        async with caller(url) as http:
+            assert (await http.get("/readyz")).json() == {"ready": True, "draining": False}
+        child.send_signal(signal.SIGTERM)
+        assert await child.wait() == 0
+
+
+async def test_the_page_loads_nothing_from_elsewhere_and_shows_what_the_gateway_knows(
+    http: httpx.AsyncClient,
+) -> None:
+    page = await http.get("/")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert not re.search(r"https?://", page.text)
+    assert (await http.get("/status")).json() == {"workers": [], "queues": None}

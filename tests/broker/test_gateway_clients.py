@@ -1,4 +1,4 @@
-"""OpenAI's own client, sync and async, and plain HTTP, against a gateway and a worker with a scripted engine."""
+"""OpenAI's own client, sync and async, and plain HTTP, against a gateway and a scripted worker."""
 
 from __future__ import annotations
 
@@ -128,6 +128,16 @@ async def test_models_are_listed_and_looked_up(client: openai.AsyncOpenAI) -> No
     with pytest.raises(openai.NotFoundError, match="nobody") as told:
         await client.models.retrieve("nobody/none")
     assert told.value.code == "model_not_found"
+
+
+async def test_the_page_is_told_of_workers_and_queues(http: httpx.AsyncClient) -> None:
+    status = (await http.get("/status")).json()
+    [worker] = status["workers"]
+    assert (worker["worker"], worker["role"], worker["state"], worker["slots"]) == ("w1", "both", "ready", 8)
+    assert {(queue["model"], queue["class"]) for queue in status["queues"]} == {
+        (MODEL, "batch"),
+        (MODEL, "interactive"),
+    }
 
 
 async def test_a_mistake_names_its_field(client: openai.AsyncOpenAI) -> None:

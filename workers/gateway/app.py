@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final
 
@@ -70,9 +71,9 @@ class Gateway:
                 self._route("GET", "/v1/models/{model:path}", self._model),
                 self._route("GET", "/v1/jobs/{id}/stream", self._stream_job),
                 self._route("GET", "/v1/jobs/{id}", self._job),
-                self._route("DELETE", "/v1/jobs/{id}", self._cancel_job),
-                self._route("GET", "/status", self._status),
-                self._route("GET", "/metrics", self._figures),
+                self._route("DELETE", "/v1/jobs/{id}", self._cancel_job, limited=False),
+                self._route("GET", "/status", self._status, limited=False),
+                self._route("GET", "/metrics", self._figures, limited=False),
                 Route("/livez", _livez),
                 Route("/readyz", self._readyz),
                 Route("/", _page),
@@ -160,20 +161,20 @@ class Gateway:
         ready = self._client.bus.connected and not self.draining
         return json_response({"ready": ready, "draining": self.draining}, status=200 if ready else 503)
 
-    def _route(self, method: str, path: str, handler: Handler) -> Route:
+    def _route(self, method: str, path: str, handler: Handler, *, limited: bool = True) -> Route:
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
             with self.metrics.request(path, send) as counting:
-                await self._serve(handler, Request(scope, receive), counting)
+                await self._serve(handler, Request(scope, receive), counting, limited=limited)
 
         return Route(path, _Endpoint(serve), methods=[method])
 
-    async def _serve(self, handler: Handler, request: Request, send: Send) -> None:
+    async def _serve(self, handler: Handler, request: Request, send: Send, *, limited: bool) -> None:
         """Answers one request of a caller that is admitted; every error is an answer."""
         scope, receive = request.scope, request.receive
         try:
             self._check_host(request)
             key = self._keys.find(request.headers.get("authorization"))
-            with key.request():
+            with key.request() if limited else nullcontext():
                 response = await handler(request, self._of(key))
                 await response(scope, receive, send)
         except AnswerCut as cut:

@@ -20,10 +20,6 @@ from inferbus.schemas.subjects import Kind, escape
 COMPLETION_TOKENS: Final = 16
 """OpenAI's default of `max_tokens` for completions; the bus has none."""
 
-LONGEST_IDEMPOTENCY_KEY: Final = re.compile(r"[!-.0-~]{1,128}")
-_WAIT: Final = 300.0
-"""Seconds that `Prefer: wait=…` may ask for."""
-
 LONGEST_WAIT: Final = 300.0
 """Seconds that `Prefer: wait=…` may ask for."""
 
