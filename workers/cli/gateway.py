@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from inferbus.workers.cli.options import Command, settings_of, settings_options
-from inferbus.workers.cli.prerequisites import require
+from inferbus.workers.cli.prerequisites import check_gateway
 from inferbus.workers.cli.running import run_coroutine
 from inferbus.workers.config import ConfigError, Settings
 from inferbus.workers.observe import logs
@@ -24,7 +24,7 @@ def gateway(**flags: Any) -> int:
     gateways run side by side: they keep no state.
     """
     settings = settings_of(flags)
-    require("starlette", "uvicorn", "prometheus_client", extra="gateway")
+    check_gateway()
     logs.configure()
     try:
         return run_coroutine(lambda: _serve(settings))
