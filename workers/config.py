@@ -292,6 +292,10 @@ class GatewaySettings(_Section, frozen=True, kw_only=True):
     listen: Annotated[str, Meta(description="Address and port of the HTTP gateway; port 0: a free one.")] = (
         "127.0.0.1:8000"
     )
+    open: Annotated[
+        bool,
+        Meta(description="Listen on any address without API keys: who can reach it is bounded elsewhere."),
+    ] = False
     keys_file: Annotated[Path | None, _file("TOML file with API keys, their owners and limits.")] = None
     keys: Annotated[dict[str, str], _secret("API keys with their owners, as key:owner,key:owner.")] = {}
     requests_per_minute: Annotated[
@@ -329,7 +333,7 @@ class GatewaySettings(_Section, frozen=True, kw_only=True):
         host, _, port = self.listen.rpartition(":")
         if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
             yield "listen", f"must be host:port, not {self.listen!r}"
-        elif not self.loopback and not self.keys and self.keys_file is None:
+        elif not (self.loopback or self.open or self.keys or self.keys_file):
             yield "listen", "must be a loopback address where no API keys are set"
 
 

@@ -287,6 +287,7 @@ async def test_without_keys_only_this_machine_is_served(http: httpx.AsyncClient)
     with pytest.raises(ConfigError, match="loopback"):
         resolve({"gateway_listen": "0.0.0.0:80"}, {})
     assert resolve({"gateway_listen": "0.0.0.0:80"}, {"INFERBUS_GATEWAY_KEYS": f"{KEY}:acme"}).gateway.keys
+    assert resolve({"gateway_listen": "0.0.0.0:80", "gateway_open": True}, {}).gateway.open
     rebound = await http.get("/v1/models", headers={"host": "evil.example"})
     assert (rebound.status_code, rebound.json()["error"]["param"]) == (400, "Host")
 

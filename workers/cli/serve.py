@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -80,9 +81,9 @@ def worker(role: Role, scripted: Path | None, engine_flags: tuple[str, ...], **o
 def up(**flags: Any) -> int:
     """Run NATS, both workers and the HTTP gateway on this machine.
 
-    A server with JetStream, a prefill worker, a decode worker and OpenAI's API, until Ctrl-C. Every flag of SGLang's server
-    passes through unchanged to both workers, and so do their settings. With --metrics-port P, the second
-    worker takes P + 1.
+    A server with JetStream, a prefill worker, a decode worker and OpenAI's API, until Ctrl-C. Every flag of
+    SGLang's server passes through unchanged to both workers, and so do their settings. With --metrics-port P,
+    the second worker takes P + 1.
     """
     from inferbus.workers.stack.errors import StackError
 
@@ -214,11 +215,10 @@ def _greeting(stack: LocalStack) -> str:
 def _over_http(stack: LocalStack) -> list[str]:
     if stack.gateway_url is None:
         return []
-    body = json.dumps(
-        {"model": stack.model, "messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
-    )
+    asked = {"model": stack.model, "messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
     return [
-        f"  curl {stack.gateway_url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
+        f"  curl {stack.gateway_url}/v1/chat/completions -H 'Content-Type: application/json' "
+        f"-d {shlex.quote(json.dumps(asked))}",
         f"  a browser: {stack.gateway_url}/",
     ]
 

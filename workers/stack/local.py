@@ -202,7 +202,7 @@ class LocalStack:
         """Starts the gateway, first of all: an address that is taken is told before engines load."""
         host, _, port = listen.rpartition(":")
         address = f"{host}:{free_ports(1)[0]}" if port == "0" else listen
-        env = {**self._bus(), f"{ENVIRONMENT}GATEWAY_LISTEN": address, **self._gateway_env}
+        env = {**self._bus(), **self._gateway_env, f"{ENVIRONMENT}GATEWAY_LISTEN": address}
         log = self.directory / "gateway.log"
         child = await spawn("gateway", [*PROGRAM, "gateway"], log=log, env=env)
         self._children.add(child)
