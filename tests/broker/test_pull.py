@@ -484,6 +484,20 @@ async def test_while_paused_nothing_is_pulled(streams: Bus, queues: Queues) -> N
     await (await asyncio.wait_for(taking, 1)).ack()
 
 
+async def test_a_job_that_arrives_while_the_queue_is_being_paused_goes_back(
+    streams: Bus, queues: Queues
+) -> None:
+    queue, other = await queues(), await queues()
+    for number in range(10):
+        taking = asyncio.create_task(queue.take())
+        await eventually(lambda: _waits(streams, "batch"))
+        await asyncio.gather(queue.pause(), submit(streams, str(number)))
+        assert not taking.done()
+        await (await asyncio.wait_for(other.take(), 1)).ack()
+        queue.resume()
+        taking.cancel()
+
+
 async def test_after_standing_still_nothing_is_pulled_that_would_be_thrown_away(
     streams: Bus, queues: Queues
 ) -> None:

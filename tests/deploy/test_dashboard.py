@@ -1,4 +1,4 @@
-"""Grafana's dashboard and Prometheus's alert rules: each query against a real Prometheus and real workers."""
+"""Grafana's dashboard and Prometheus's alert rules: every query run against real ones."""
 
 from __future__ import annotations
 

@@ -354,7 +354,8 @@ class JobQueue:
         self._give(NatsDelivery(self._bus, message, ack, self.heartbeats))
 
     def _give(self, delivery: NatsDelivery) -> None:
-        while self._takers:
+        # What was on its way when the queue was paused goes back with what is held.
+        while self._takers and not self._paused:
             taker = self._takers.popleft()
             if not taker.done():
                 taker.set_result(delivery)
