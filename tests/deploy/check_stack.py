@@ -5,7 +5,8 @@
 Builds the images, starts the stack, asks over plain NATS and HTTP from outside and with the client's image
 from inside, scales decode to two, kills one of them in the middle of an answer, stops one in the middle of
 another answer, and stops the rest. Needs Docker (`tests/deploy/bring_up_docker.sh`) and some 9 GB of disk.
-Says what it does and how long that took, and exits with 0 if all of it worked. Nothing is left but the images.
+Says what it does and how long that took, and exits with 0 if all of it worked. Nothing is left but the
+images.
 """
 
 from __future__ import annotations
