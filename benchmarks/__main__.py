@@ -1,4 +1,4 @@
-"""python -m benchmarks [plane] [engine] [memory] [endurance] [--quick] [--out DIR] [--wait SECONDS]"""
+"""python -m benchmarks [plane|batch|engine|memory|endurance]... [--quick] [--out DIR] [--wait SECONDS]"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from rich.console import Console
 
-from benchmarks import engine, machine, memory, plane, report
+from benchmarks import batch, engine, machine, memory, plane, report
 from benchmarks.load import LoadFailed
 from inferbus.workers.observe import logs
 from inferbus.workers.stack.errors import StackError
@@ -26,11 +26,12 @@ class Benchmark(NamedTuple):
 
 ALL: Final = {
     "plane": Benchmark(plane.measure, plane.show),
+    "batch": Benchmark(batch.measure, batch.show),
     "engine": Benchmark(engine.measure, engine.show),
     "memory": Benchmark(memory.measure, memory.show),
     "endurance": Benchmark(memory.endurance, memory.show),
 }
-DEFAULT: Final = ("plane", "engine", "memory")
+DEFAULT: Final = ("plane", "batch", "engine", "memory")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from inferbus.schemas.fleet import WorkerInfo
     from inferbus.schemas.sampling import Sampling
     from inferbus.schemas.subjects import JobClass, Kind
+    from inferbus.workers.batch.frames import batch_frame
     from inferbus.workers.batch.rows import batch
     from inferbus.workers.client import (
         Answer,
@@ -70,6 +71,7 @@ __all__ = [
     "WorkerInfo",
     "WorkerLost",
     "batch",
+    "batch_frame",
     "text",
 ]
 
@@ -80,6 +82,7 @@ _MODULES: Final = {
     "Sampling": "inferbus.schemas.sampling",
     "WorkerInfo": "inferbus.schemas.fleet",
     "batch": "inferbus.workers.batch.rows",
+    "batch_frame": "inferbus.workers.batch.frames",
     **dict.fromkeys(
         ("CallerError", "Ended", "InferbusError", "InfrastructureError", "WorkerError"),
         "inferbus.schemas.errors",

@@ -5,12 +5,19 @@ Its rows are three questions: is it healthy, is it fast, what is it waiting for.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Final
 
-from grafana_foundation_sdk.builders import dashboard, prometheus, timeseries
+from grafana_foundation_sdk.builders import common, dashboard, prometheus, timeseries
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
-from grafana_foundation_sdk.models.dashboard import DataSourceRef
+from grafana_foundation_sdk.models.common import LegendDisplayMode, LegendPlacement, TooltipDisplayMode
+from grafana_foundation_sdk.models.dashboard import (
+    DashboardCursorSync,
+    DataSourceRef,
+    VariableOption,
+    VariableRefresh,
+)
 
 FILE: Final = Path(__file__).with_name("inferbus.json")
 
@@ -76,14 +83,19 @@ PANELS: Final[dict[str, list[tuple[str, str, str, Queries]]]] = {
             },
         ),
         (
-            "Connection to NATS",
-            "short",
-            "Reconnects and dropped messages; the clock's difference in seconds.",
+            "Connections to NATS",
+            "ops",
+            "Reconnects, and messages that were dropped since NATS was away for too long.",
             {
                 "reconnects {{role}}": rate("inferbus_nats_reconnects_total", "role"),
                 "dropped {{role}}": rate("inferbus_messages_dropped_total", "role"),
-                "clock {{role}}": f"max by (role) (abs(inferbus_clock_skew_seconds{{{OF}}}))",
             },
+        ),
+        (
+            "Clocks",
+            "s",
+            "The largest difference from the server's clock. Deadlines and the wait in a queue go by it.",
+            {"{{role}}": f"max by (role) (abs(inferbus_clock_skew_seconds{{{OF}}}))"},
         ),
     ],
     "Is it fast?": [
@@ -201,6 +213,12 @@ def panel(title: str, unit: str, description: str, queries: Queries) -> timeseri
     """Lines over time, a third of the width."""
     built = timeseries.Panel().title(title).description(description).unit(unit).datasource(SOURCE)
     built = built.span(8).height(7).min(0).fill_opacity(8)
+    built = built.tooltip(common.VizTooltipOptions().mode(TooltipDisplayMode.MULTI)).legend(
+        common.VizLegendOptions()
+        .show_legend(True)
+        .display_mode(LegendDisplayMode.LIST)
+        .placement(LegendPlacement.BOTTOM)
+    )
     for number, (legend, query) in enumerate(queries.items()):
         built = built.with_target(
             prometheus.Dataquery().expr(query).legend_format(legend).ref_id(chr(ord("A") + number)).range()
@@ -215,6 +233,7 @@ def build() -> str:
         .uid("inferbus")
         .tags(["inferbus", "llm"])
         .refresh("10s")
+        .tooltip(DashboardCursorSync.CROSSHAIR)
         .time("now-1h", "now")
         .with_variable(dashboard.DatasourceVariable("source").label("Prometheus").type("prometheus"))
         .with_variable(
@@ -225,12 +244,17 @@ def build() -> str:
             .multi(True)
             .include_all(True)
             .all_value(".*")
+            .current(VariableOption(selected=True, text="All", value="$__all"))
+            # Models come and go.
+            .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
         )
     )
+    # Grafana tells panels apart by their numbers.
+    numbers = itertools.count(1)
     for question, panels in PANELS.items():
-        built = built.with_row(dashboard.Row(question))
+        built = built.with_row(dashboard.Row(question).id(next(numbers)))
         for title, unit, description, queries in panels:
-            built = built.with_panel(panel(title, unit, description, queries))
+            built = built.with_panel(panel(title, unit, description, queries).id(next(numbers)))
     return JSONEncoder(sort_keys=True, indent=2).encode(built.build()) + "\n"
 
 

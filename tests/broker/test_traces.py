@@ -139,3 +139,14 @@ async def test_a_worker_ends_in_time_where_no_collector_answers(server: NatsServ
         await client.tokens(MODEL, [1], max_tokens=1).answer()
         worker.send_signal(15)
         assert await worker.wait() == 0
+
+
+async def test_a_worker_needs_no_opentelemetry_where_tracing_is_off(
+    server: NatsServer, tmp_path: Path
+) -> None:
+    absent = "import sys\nsys.modules['opentelemetry'] = None\n"
+    async with fleet(server, tmp_path) as found, Client.connect(server.url) as client:
+        await found.start("prefill", PREFILL, before=absent)
+        await found.start("decode", before=absent)
+        context = f"00-{'ab' * 16}-{'cd' * 8}-01"
+        await client.tokens(MODEL, [1], max_tokens=2, traceparent=context).answer()

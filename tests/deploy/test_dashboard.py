@@ -7,10 +7,13 @@ import json
 import math
 import re
 import subprocess
+from collections.abc import Set
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import yaml
 
 from inferbus.schemas.errors import CODES
 from inferbus.workers.client import Client
@@ -21,6 +24,7 @@ from tests.support.prometheus_server import program, prometheus
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 ALERTS = DEPLOY / "prometheus" / "alerts.yml"
+CASES = Path(__file__).with_name("alerts.cases.yml")
 PREFILL = "[[rules]]\ntransfer = { seconds = 0.004, bytes = 163840 }"
 
 
@@ -50,14 +54,45 @@ def test_the_dashboard_is_what_its_code_builds() -> None:
     assert questions == ["Is it healthy?", "Is it fast?", "What is it waiting for?"]
     # Beside and below each other, three in a row.
     places = [(each["gridPos"]["x"], each["gridPos"]["y"]) for each in panels]
-    assert len(set(places)) == len(places)
+    assert len(set(places)) == len({each["id"] for each in panels}) == len(panels)
+
+
+def rules() -> list[dict[str, Any]]:
+    """The alert rules."""
+    (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
+    found: list[dict[str, Any]] = group["rules"]
+    return found
+
+
+def checked(*arguments: str | Path) -> None:
+    """Has promtool check something."""
+    done = subprocess.run([needed("promtool"), *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_alert_rules_are_valid_and_name_codes_that_there_are() -> None:
     named = re.findall(r'code=~"([^"]+)"', ALERTS.read_text())
     assert {code for text in named for code in text.split("|")} <= set(CODES)
-    done = subprocess.run([needed("promtool"), "check", "rules", ALERTS], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    checked("check", "rules", ALERTS)
+
+
+def test_every_alert_is_raised_by_what_it_is_for_and_by_nothing_less() -> None:
+    cases = yaml.safe_load(CASES.read_text())["tests"]
+    raised = {
+        each["alertname"] for case in cases for each in case["alert_rule_test"] if each.get("exp_alerts")
+    }
+    assert raised == {rule["alert"] for rule in rules()}
+    checked("test", "rules", CASES)
+
+
+def test_operating_says_what_to_do_about_every_alert() -> None:
+    page = (DEPLOY.parent / "docs" / "operating.md").read_text()
+    assert [rule["alert"] for rule in rules() if f"| `{rule['alert']}` |" not in page] == []
+
+
+def observed(expression: str) -> str:
+    """What an alert compares, without its threshold; it must be there to be compared."""
+    return re.split(r" (?:[<>]|==) [\d.]+$| unless ", expression)[0]
 
 
 async def test_every_query_of_the_dashboard_and_of_the_alerts_has_an_answer(tmp_path: Path) -> None:
@@ -71,20 +106,27 @@ async def test_every_query_of_the_dashboard_and_of_the_alerts_has_an_answer(tmp_
         ports = [found.events(worker, "metrics.serving")[0]["port"] for worker in workers]
         async with prometheus(binary, tmp_path, ports) as scraping:
 
-            async def answered(query: str) -> bool:
-                return any(map(math.isfinite, await scraping.query(query)))
+            async def answered(query: str, labels: Set[str] = frozenset()) -> bool:
+                series = await scraping.series(query)
+                return any(math.isfinite(value) and labels <= set(has) for has, value in series)
 
-            await eventually(lambda: answered("inferbus_slots"), what="workers were scraped")
+            # A rate sees what happens after a worker's first scrape.
+            scraped = f"count(inferbus_slots) == {len(workers)}"
+            await eventually(lambda: answered(scraped), within=30, what="all workers were scraped")
             for _ in range(3):
                 await client.tokens(MODEL, [1, 2], max_tokens=4).answer()
                 await client.result(await client.submit("tokens", MODEL, {"token_ids": [1], "max_tokens": 2}))
-            for panels in generator().PANELS.values():
-                for title, _, _, queries in panels:
-                    for query in queries.values():
-                        asked = query.replace("$__rate_interval", "1m").replace("$model", ".*")
-                        await eventually(lambda asked=asked: answered(asked), what=f"{title}: {asked}")
-            for expression in re.findall(r"expr: (?:>-\n)?((?:.+\n)+?) +(?:for|labels):", ALERTS.read_text()):
-                # Without its threshold; what an alert looks for must be there to be compared.
-                looked_at = re.split(r" (?:[<>]|==) [\d.]+$| unless ", " ".join(expression.split()))[0]
-                if not looked_at.startswith("absent"):
-                    await eventually(lambda asked=looked_at: answered(asked), what=looked_at)
+            asked = {
+                query.replace("$__rate_interval", "1m").replace("$model", ".*"): set(
+                    re.findall(r"{{(\w+)}}", legend)
+                )
+                for panels in generator().PANELS.values()
+                for _, _, _, queries in panels
+                for legend, query in queries.items()
+            }
+            # What "no worker" looks at is absent as long as all is well.
+            asked |= {
+                observed(rule["expr"]): set() for rule in rules() if not rule["expr"].startswith("absent")
+            }
+            for query, labels in asked.items():
+                await eventually(lambda q=query, of=labels: answered(q, of), within=30, what=query)

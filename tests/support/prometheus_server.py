@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import shutil
 import socket
 import subprocess
+import tempfile
 import urllib.parse
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
@@ -24,14 +27,39 @@ def program(name: str) -> Path | None:
     """`prometheus` or `promtool`; None where it is not here and cannot be had."""
     if found := shutil.which(name):
         return Path(found)
+    if not CACHE.exists() and shutil.which("apt-get") and shutil.which("dpkg"):
+        _unpack()
     unpacked = CACHE / "usr" / "bin" / name
-    if not unpacked.exists() and shutil.which("apt-get") and shutil.which("dpkg"):
-        CACHE.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run(["apt-get", "download", "prometheus"], cwd=CACHE, capture_output=True)
-        for package in CACHE.glob("prometheus_*.deb") if done.returncode == 0 else ():
-            subprocess.run(["dpkg", "-x", package, CACHE], check=True)
-            package.unlink()
     return unpacked if unpacked.exists() else None
+
+
+def _unpack() -> None:
+    """Debian's package, into the cache; the system's own packages and lists stay as they are."""
+    CACHE.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE.parent) as directory:
+        apt = ["apt-get", "-qq", "-o", "Acquire::http::Timeout=10", "-o", "Acquire::Retries=0"]
+        if os.geteuid() == 0:
+            # Its usual user may not be able to write here.
+            apt += ["-o", "APT::Sandbox::User=root"]
+        # A new machine has no lists of what there is.
+        for needed in ("lists/partial", "archives/partial"):
+            Path(directory, needed).mkdir(parents=True)
+        lists = ["-o", f"Dir::State::Lists={directory}/lists", "-o", f"Dir::Cache={directory}"]
+
+        def run(*command: str) -> bool:
+            try:
+                return not subprocess.run(command, cwd=directory, capture_output=True, timeout=40).returncode
+            except subprocess.TimeoutExpired:
+                return False
+
+        if run(*apt, "download", "prometheus") or (
+            run(*apt, *lists, "update") and run(*apt, *lists, "download", "prometheus")
+        ):
+            package = next(Path(directory).glob("prometheus_*.deb"))
+            # Another process may unpack at the same time: the first one to be done wins.
+            if run("dpkg", "-x", str(package), "unpacked") and not CACHE.exists():
+                with contextlib.suppress(OSError):
+                    Path(directory, "unpacked").rename(CACHE)
 
 
 class Prometheus:
@@ -44,10 +72,10 @@ class Prometheus:
     def __init__(self, url: str) -> None:
         self._url = url
 
-    async def query(self, expression: str) -> list[float]:
-        """The values of an expression now, one for each series."""
+    async def series(self, expression: str) -> list[tuple[dict[str, str], float]]:
+        """Labels and value of each series of an expression now."""
         answer = await self._get("query?" + urllib.parse.urlencode({"query": expression}))
-        return [float(each["value"][1]) for each in answer["data"]["result"]]
+        return [(each["metric"], float(each["value"][1])) for each in answer["data"]["result"]]
 
     async def ready(self) -> bool:
         """Whether it answers."""

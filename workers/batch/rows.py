@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import heapq
+import itertools
 import queue
 import tempfile
-from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -16,15 +17,20 @@ import msgspec
 
 from inferbus.schemas.errors import InvalidRequest
 from inferbus.schemas.subjects import Kind
-from inferbus.workers.batch.lines import KINDS
+from inferbus.workers.batch import tables
+from inferbus.workers.batch.lines import URLS
 from inferbus.workers.batch.output import whole_lines
 from inferbus.workers.batch.runs import Begun, Options, begin, run
 from inferbus.workers.batch.state import Batches, Record
+from inferbus.workers.batch.tables import Frame
+from inferbus.workers.batch.template import Filling, Template
 from inferbus.workers.client.client import Client
 from inferbus.workers.config import BusSettings
 
 _LINE: Final = {"custom_id", "url", "body"}
-_URLS: Final = {kind: url for url, kind in KINDS.items()}
+
+AnyRows = Iterable[Mapping[str, Any]] | Frame | str | Path
+"""Lines, bodies, rows of a table, a table, or the path of a file."""
 
 
 class Rows:
@@ -32,23 +38,27 @@ class Rows:
 
     Args:
         client: Connected.
-        rows: Lines, bodies, or a path.
+        rows: Lines, bodies, a frame, or a path.
         output: The output file; None: nothing is kept.
         model: For all requests.
         kind: Of rows that are bodies.
+        template: What is made of rows that are neither; None: nothing.
         deadline: Seconds that a request may take.
+        skip_invalid: Rows that cannot be run have a line with an error.
         ordered: Yield in the order of the rows.
     """
 
     def __init__(
         self,
         client: Client,
-        rows: Iterable[Mapping[str, Any]] | str | Path,
+        rows: AnyRows,
         *,
         output: str | Path | None,
         model: str | None,
         kind: Kind,
+        template: Template | None,
         deadline: float | None,
+        skip_invalid: bool,
         ordered: bool,
     ) -> None:
         self._client = client
@@ -56,7 +66,9 @@ class Rows:
         self._output = output
         self._model = model
         self._kind = kind
+        self._template = template
         self._deadline = deadline
+        self._skip_invalid = skip_invalid
         self._ordered = ordered
 
     async def lines(self) -> AsyncIterator[dict[str, Any]]:
@@ -66,7 +78,12 @@ class Rows:
             output = folder / "output.jsonl" if self._output is None else Path(self._output)
             source = await asyncio.to_thread(self._source, output)
             options = Options(
-                output=output, model=self._model, deadline=self._deadline, ordered=self._ordered
+                output=output,
+                model=self._model,
+                deadline=self._deadline,
+                skip_invalid=self._skip_invalid,
+                ordered=self._ordered,
+                template=self._template if isinstance(self._rows, str | Path) else None,
             )
             begun = await begin(self._client, source, options)
             try:
@@ -98,32 +115,50 @@ class Rows:
             await asyncio.gather(running, return_exceptions=True)
         if self._ordered:
             # Both files are in that order.
-            for line in heapq.merge(*map(_read, _files(record)), key=_number):
+            for line in heapq.merge(*map(_read, _files(record)), key=row_number):
                 yield line
 
     def _source(self, output: Path) -> Path:
         """The rows as a batch file beside the output."""
         if isinstance(self._rows, str | Path):
             return Path(self._rows)
+        lines = self._lines(self._rows)
         path = output.with_name(f"{output.name}.input.jsonl")
         path.parent.mkdir(parents=True, exist_ok=True)
-        encoder = msgspec.json.Encoder()
         with path.open("wb") as file:
-            for number, row in enumerate(self._rows):
-                try:
-                    file.write(encoder.encode(self._line(number, row)) + b"\n")
-                except (TypeError, ValueError, OverflowError, RecursionError) as error:
-                    raise InvalidRequest(f"row {number} cannot be sent as JSON: {error}") from None
+            for line in lines:
+                file.write(line + b"\n")
         return path
+
+    def _lines(self, rows: Iterable[Mapping[str, Any]] | Frame) -> Iterator[bytes]:
+        template = self._template
+        if template is not None:
+            columns = template.columns
+            if isinstance(rows, Frame):
+                cells: Iterable[Sequence[Any]] = tables.frame_rows(rows, columns)
+            else:
+                cells = ([row.get(name, msgspec.UNSET) for name in columns] for row in rows)
+            filling = Filling(template, columns)
+            yield from itertools.starmap(filling.line, enumerate(cells, 1))
+            return
+        if isinstance(rows, Frame):
+            names = tables.listed(tables.frame_names(rows))
+            raise InvalidRequest(f"a table needs `map`, the prompt's column for example; it has {names}")
+        encoder = msgspec.json.Encoder()
+        for number, row in enumerate(rows):
+            try:
+                yield encoder.encode(self._line(number, row))
+            except (TypeError, ValueError, OverflowError, RecursionError) as error:
+                raise InvalidRequest(f"row {number} cannot be sent as JSON: {error}") from None
 
     def _line(self, number: int, row: Mapping[str, Any]) -> dict[str, Any]:
         if row.keys() >= _LINE:
             return dict(row)
-        return {"custom_id": str(number), "method": "POST", "url": _URLS[self._kind], "body": dict(row)}
+        return {"custom_id": str(number), "method": "POST", "url": URLS[self._kind], "body": dict(row)}
 
 
 def batch(
-    rows: Iterable[Mapping[str, Any]] | str | Path,
+    rows: AnyRows,
     *,
     url: str | BusSettings = BusSettings(),  # noqa: B008 - frozen
     owner: str = "default",
@@ -186,5 +221,6 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
     yield from map(msgspec.json.decode, whole_lines(path))
 
 
-def _number(line: dict[str, Any]) -> int:
+def row_number(line: dict[str, Any]) -> int:
+    """Of which line of the input, counted from 1, a line of the output or error file is."""
     return int(line["id"].rpartition("_")[2])

@@ -12,12 +12,14 @@ from typing import Final
 
 import msgspec
 
-from inferbus.schemas.errors import InvalidRequest
 from inferbus.workers.batch.copies import Copy, restore
 from inferbus.workers.batch.errors import BatchChanged, BatchHeld, InvalidBatch
-from inferbus.workers.batch.lines import Expected, Problem, Validation, validate
+from inferbus.workers.batch.lines import Expected, Problem
+from inferbus.workers.batch.reading import COMPRESSIONS, FORMATS, stamp
 from inferbus.workers.batch.state import ENDED, Batches, Kept, Record, Source
 from inferbus.workers.batch.submitter import Report, Submitter
+from inferbus.workers.batch.template import Template
+from inferbus.workers.batch.validation import Validation, validate
 from inferbus.workers.client.client import Client
 
 SHOWN: Final = 20
@@ -35,6 +37,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         deadline: Seconds that a line may take from when it was submitted; None: no limit.
         skip_invalid: Lines that cannot be run become error lines; otherwise the batch does not begin.
         ordered: The finished output is in the order of the input.
+        template: What is made of the input's rows; None: they are lines of a batch file.
         shared: Input and output are on the server too, so that another machine can go on.
     """
 
@@ -45,6 +48,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float | None = None
     skip_invalid: bool = False
     ordered: bool = False
+    template: Template | None = None
     shared: bool = False
 
 
@@ -124,16 +128,21 @@ async def proceed(
         record.status = "in_progress"
         record.retries += 1
         found = msgspec.structs.replace(found, sequence=await batches.save(record, found.sequence))
-    options = Options(model=record.model if record.any_model else None, skip_invalid=record.skip_invalid)
+    options = Options(
+        model=record.model if record.any_model else None,
+        skip_invalid=record.skip_invalid,
+        template=record.source.template,
+    )
+    filled = source is None and record.source.filled
     if source is None:
         source = Path(record.source.path)
         if record.shared and not await asyncio.to_thread(source.exists):
-            source = await _fetched(client, record)
-    return await _again(batches, found, source, options)
+            source, filled = await _fetched(client, record), options.template is not None
+    return await _again(batches, found, source, options, filled=filled)
 
 
 async def _fetched(client: Client, record: Record) -> Path:
-    """The input as the server has it, as a file beside the output."""
+    """The input as the server has it, as a batch file beside the output."""
     if record.input_copied != record.source.digest:
         raise BatchChanged(
             f"the input of batch {record.id} is not here, nor on the server as a whole: "
@@ -163,10 +172,10 @@ async def _new(
     client: Client, batches: Batches, source: Path, output: Path, errors: Path, options: Options
 ) -> Begun:
     expected = Expected(model=options.model, any_model=options.model is not None)
-    validation = await _validated(source, expected)
+    validation = await _validated(source, expected, options.template)
     kind, model = validation.expected.kind, validation.expected.model
     if validation.problems and (not options.skip_invalid or kind is None or model is None):
-        raise _invalid(source, validation)
+        raise _invalid(source, validation, options.template)
     assert kind is not None
     assert model is not None
     record = Record(
@@ -175,7 +184,7 @@ async def _new(
         kind=kind,
         model=model,
         any_model=options.model is not None,
-        source=_source(source, validation),
+        source=_source(source, validation, options.template),
         output=str(output),
         errors=str(errors),
         window=options.window,
@@ -193,7 +202,9 @@ async def _new(
     return Begun(kept=kept, duplicates=frozenset(validation.duplicates))
 
 
-async def _again(batches: Batches, found: Kept, source: Path, options: Options) -> Begun:
+async def _again(
+    batches: Batches, found: Kept, source: Path, options: Options, *, filled: bool = False
+) -> Begun:
     record = found.record
     record.shared = record.shared or options.shared
     if options.model is not None and options.model != record.model:
@@ -205,18 +216,22 @@ async def _again(batches: Batches, found: Kept, source: Path, options: Options) 
             f"`inferbus batch rm {record.id}`"
         )
     known, duplicates = record.source, frozenset[int]()
-    if known.duplicates or _changed(source, known):
+    template = options.template
+    mapping = None if filled else template
+    read = (known.template, known.filled, known.size, known.modified)
+    if known.duplicates or (template, filled, *stamp(source)) != read:
         expected = Expected(kind=record.kind, model=record.model, any_model=record.any_model)
-        validation = await _validated(source, expected, earlier=known.lines)
+        validation = await _validated(source, expected, mapping, earlier=known.lines)
         if validation.earlier != known.digest:
+            mapped = ", or the mapping makes others of them" if template or known.template else ""
             raise BatchChanged(
-                f"{source} is not the file of batch {record.id}: its first {known.lines} lines have changed; "
-                "use another --output for another batch"
+                f"{source} is not the file of batch {record.id}: its first {known.lines} lines have changed"
+                f"{mapped}; use another --output for another batch"
             )
         if validation.problems and not record.skip_invalid:
-            raise _invalid(source, validation)
+            raise _invalid(source, validation, mapping)
         duplicates = frozenset(validation.duplicates)
-        record.source = _source(source, validation)
+        record.source = _source(source, validation, template, filled=filled)
     elif str(source) != known.path:
         record.source = msgspec.structs.replace(known, path=str(source))
     if record.status in ENDED:
@@ -235,20 +250,10 @@ async def _forgotten(batches: Batches, found: Kept) -> Kept | None:
     return None
 
 
-def _changed(source: Path, known: Source) -> bool:
-    """Whether a file is perhaps not as it was."""
-    try:
-        stat = source.stat()
-    except OSError as error:
-        raise InvalidRequest(f"{source}: {error.strerror}") from None
-    return (stat.st_size, stat.st_mtime_ns) != (known.size, known.modified)
-
-
-async def _validated(source: Path, expected: Expected, *, earlier: int = 0) -> Validation:
-    try:
-        return await asyncio.to_thread(validate, source, expected, earlier=earlier)
-    except (OSError, EOFError) as error:
-        raise InvalidRequest(f"{source}: {error}") from None
+async def _validated(
+    source: Path, expected: Expected, template: Template | None, *, earlier: int = 0
+) -> Validation:
+    return await asyncio.to_thread(validate, source, expected, template=template, earlier=earlier)
 
 
 def _files_exist(record: Record) -> bool:
@@ -256,27 +261,30 @@ def _files_exist(record: Record) -> bool:
     return any(path.exists() or path.with_name(f"{path.name}.partial").exists() for path in paths)
 
 
-def _source(path: Path, validation: Validation) -> Source:
-    stat = path.stat()
+def _source(path: Path, validation: Validation, template: Template | None, *, filled: bool = False) -> Source:
+    size, modified = stamp(path)
     return Source(
         path=str(path),
-        size=stat.st_size,
-        modified=stat.st_mtime_ns,
+        size=size,
+        modified=modified,
         lines=validation.total,
         digest=validation.digest,
         duplicates=bool(validation.duplicates),
+        template=template,
+        filled=filled,
     )
 
 
-def _invalid(source: Path, validation: Validation) -> InvalidBatch:
+def _invalid(source: Path, validation: Validation, template: Template | None) -> InvalidBatch:
     count = max(validation.invalid, len(validation.problems))
-    shown = "; ".join(map(_shown, validation.problems[:SHOWN]))
+    each = "line" if template is None else "row"
+    shown = "; ".join(_shown(problem, each) for problem in validation.problems[:SHOWN])
     more = f"; and {count - SHOWN} more" if count > SHOWN else ""
     return InvalidBatch(f"{source}: nothing was submitted: {shown}{more}")
 
 
-def _shown(problem: Problem) -> str:
-    where = "" if problem.line is None else f"line {problem.line}: "
+def _shown(problem: Problem, each: str) -> str:
+    where = "" if problem.line is None else f"{each} {problem.line}: "
     return f"{where}{problem.code}: {problem.message}"
 
 
@@ -288,7 +296,7 @@ def _paths(source: Path, options: Options) -> tuple[Path, Path, Path]:
 
 def _beside(path: Path, what: str) -> Path:
     name = path.name
-    for suffix in (".gz", ".zst", ".jsonl", ".json", ".output"):
+    for suffix in (*COMPRESSIONS, *FORMATS, ".output"):
         name = name.removesuffix(suffix)
     return path.with_name(f"{name}.{what}.jsonl")
 

@@ -17,7 +17,8 @@ from inferbus.schemas.errors import BusUnavailable, CallerError
 from inferbus.schemas.subjects import Kind
 from inferbus.workers.batch.counts import Counts, Usage
 from inferbus.workers.batch.errors import BatchHeld, BatchNotFound
-from inferbus.workers.batch.lines import Problem
+from inferbus.workers.batch.lines import URLS, Problem
+from inferbus.workers.batch.template import Template
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.errors import NOT_FOUND, ApiError, NotPermitted
 from inferbus.workers.bus.interface import Stored
@@ -63,6 +64,8 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
         lines: That are not blank.
         digest: Of these.
         duplicates: Whether some repeat an id.
+        template: What is made of the rows of a table; None: the batch began with a batch file.
+        filled: Whether the file has what the template makes, as another machine finds it on the server.
     """
 
     path: str
@@ -71,6 +74,13 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     lines: int
     digest: str
     duplicates: bool = False
+    template: Template | None = None
+    filled: bool = False
+
+    @property
+    def mapping(self) -> Template | None:
+        """What is made of its rows; None: they are lines of a batch file."""
+        return None if self.filled else self.template
 
 
 class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -161,14 +171,13 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     def openai(self) -> dict[str, Any]:
         """OpenAI's batch object, with five counts that sum to the total beside its own three."""
         total, counts = self.source.lines, self.counts
-        urls = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "tokens": "/v1/tokens"}
         names = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
         created = self.stamps.get("created_at")
         errors = [msgspec.to_builtins(each) for each in self.problems]
         return {
             "id": self.id,
             "object": "batch",
-            "endpoint": urls[self.kind],
+            "endpoint": URLS[self.kind],
             "model": self.model,
             "errors": {"object": "list", "data": errors} if errors else None,
             "input_file_id": self.source.path,

@@ -32,8 +32,9 @@ from inferbus.workers.batch import bundling
 from inferbus.workers.batch.bundling import Backlog, Pace
 from inferbus.workers.batch.copies import SEGMENT, Copy, restore
 from inferbus.workers.batch.errors import BatchHeld
-from inferbus.workers.batch.lines import Expected, Line, Problem, Unusable, numbered, opened, parse
+from inferbus.workers.batch.lines import Expected, Line, Problem, Unusable, parse
 from inferbus.workers.batch.output import Output, answer_line, error_line
+from inferbus.workers.batch.reading import batch_file, numbered
 from inferbus.workers.batch.state import Batches, Holder, Kept, Record, Status
 from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.bus.errors import ApiError, NotPermitted, StreamFull
@@ -297,23 +298,24 @@ class Submitter:
         record = self.record
         expected = Expected(kind=record.kind, model=record.model, any_model=record.any_model)
         left = record.source.lines
-        with opened(Path(record.source.path)) as file:
-            for number, data in numbered(file):
-                if not left:
-                    return
-                left -= 1
-                if number in self._output.done:
-                    continue
-                try:
-                    line = parse(number, data)
-                    expected.check(line)
-                    if number in self._duplicates:
-                        problem = Problem(code="duplicate_custom_id", message="an earlier line has this id")
-                        raise Unusable(problem, line.custom_id)
-                except Unusable as error:
-                    self._fail(number, error.custom_id, None, _as_error(error.problem))
-                    continue
-                yield line
+        done = self._output.done
+        for number, data in numbered(Path(record.source.path), record.source.mapping, done=done.__contains__):
+            if not left:
+                return
+            left -= 1
+            if number in done:
+                continue
+            try:
+                line = parse(number, data)
+                expected.check(line)
+                if number in self._duplicates:
+                    problem = Problem(code="duplicate_custom_id", message="an earlier line has this id")
+                    raise Unusable(problem, line.custom_id)
+            except Unusable as error:
+                self._fail(number, error.custom_id, None, _as_error(error.problem))
+                continue
+            # A copy of the body: as it is, it keeps the whole line.
+            yield msgspec.structs.replace(line, body=msgspec.Raw(bytes(line.body)))
 
     async def _submit(self, backlog: Backlog, submitting: set[asyncio.Task[None]]) -> None:
         """Submits as much as the window has room for."""
@@ -677,16 +679,15 @@ class Submitter:
         del self._written[:written]
 
     async def _copy_input(self) -> None:
-        """Copies the input, unless it has been copied as a whole."""
+        """Copies the input as a batch file, unless it has been copied as a whole."""
         record = self.record
         if not record.shared or record.input_copied == record.source.digest:
             return
         copy = Copy(self._bus, record.owner, record.id, record.input_name)
-        with opened(Path(record.source.path)) as file:
-            await asyncio.to_thread(file.seek, await copy.find_end())
-            while record.shared and (data := await asyncio.to_thread(file.read, SEGMENT)):
-                copy.add(data)
-                await self._persistently(copy.store)
+        pieces = batch_file(Path(record.source.path), record.source.mapping, await copy.find_end())
+        while record.shared and (data := await asyncio.to_thread(next, pieces, b"")):
+            copy.add(data)
+            await self._persistently(copy.store)
         if record.shared:
             record.input_copied = record.source.digest
             await self._save()

@@ -24,6 +24,7 @@ from inferbus.workers.batch.progress import Speed, describe
 from inferbus.workers.batch.runs import Begun, Options, begin, proceed, run
 from inferbus.workers.batch.state import ENDED, Batches, Record
 from inferbus.workers.cli.ask import owner_option
+from inferbus.workers.cli.mapping import mapping_options, template_of
 from inferbus.workers.cli.options import CONFIG_ENV, Command, settings_options
 from inferbus.workers.cli.queues import duration
 from inferbus.workers.cli.running import (
@@ -55,7 +56,8 @@ def batch() -> None:
     """Run files of requests, whatever dies meanwhile.
 
     FILE is an OpenAI batch file: JSON lines with custom_id, method, url and body; also .gz and .zst,
-    and - for standard input. Run the same command again after an interruption, and it goes on.
+    and - for standard input. With --map it is any table: CSV, TSV, JSON lines, Parquet, Arrow, or the folder
+    of a dataset. Run the same command again after an interruption, and it goes on.
     """
 
 
@@ -86,7 +88,7 @@ def _run_options(command: Any) -> Any:
         ]
     ):
         command = option(command)
-    return command
+    return mapping_options(command)
 
 
 @batch.command("run", cls=Command)
@@ -114,7 +116,7 @@ def run_files(files: tuple[str, ...], as_json: bool, **options: Any) -> int:
 
 
 @batch.command("submit", cls=Command)
-@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("file", type=click.Path(exists=True, path_type=Path))
 @_run_options
 @owner_option
 @settings_options("bus")
@@ -402,6 +404,7 @@ def _options(options: dict[str, Any], files: tuple[str, ...]) -> Options:
         deadline=options.pop("line_deadline"),
         skip_invalid=options.pop("skip_invalid"),
         ordered=options.pop("ordered"),
+        template=template_of(options),
         shared=options.pop("shared"),
     )
 

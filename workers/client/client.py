@@ -16,7 +16,7 @@ import weakref
 from collections.abc import AsyncIterator, Coroutine, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import structlog
 from msgspec import UNSET, UnsetType
@@ -50,6 +50,9 @@ from inferbus.workers.client.results import Results
 from inferbus.workers.client.stream import AnswerStream
 from inferbus.workers.config import BusSettings
 from inferbus.workers.observe import logs
+
+if TYPE_CHECKING:
+    from inferbus.workers.batch.rows import AnyRows
 
 log = structlog.get_logger()
 
@@ -254,12 +257,15 @@ class Client:
 
     def batch(
         self,
-        rows: Iterable[Mapping[str, Any]] | str | Path,
+        rows: AnyRows,
         *,
         output: str | Path | None = None,
         model: str | None = None,
         kind: Kind = "chat",
+        map: Mapping[str, Any] | None = None,
+        set: Mapping[str, Any] | None = None,
         deadline: float | None = None,
+        skip_invalid: bool = False,
         ordered: bool = False,
     ) -> AsyncIterator[dict[str, Any]]:
         """Runs any number of requests as jobs, and yields a line for each, as OpenAI's batch files have it.
@@ -269,24 +275,40 @@ class Client:
 
         Args:
             rows: Lines of a batch file, or bodies of requests, which get the ids `0`, `1`, …; or the path of
-                a batch file.
+                a batch file. With `map`: rows of a table, a table in memory (of pandas, Arrow, Polars), or
+                the path of one.
             output: The output file. With it, an interrupted batch goes on when this is called again, and
                 lines that are done already are yielded first. Without it, nothing is kept.
             model: For all requests; None: each names it.
-            kind: Of rows that are bodies.
+            kind: Of rows that are bodies, or that `map` makes.
+            map: Fields of the request by column of the rows: `{"prompt": "question"}`. A text with
+                placeholders, `"Translate: {{question}}"`, is filled. `custom_id` may be one of them;
+                otherwise it is `row-1`, `row-2`, …
+            set: Fields that all requests have: `{"max_tokens": 64}`.
             deadline: Seconds that a request may take from when it is submitted; None: no limit.
+            skip_invalid: Rows that cannot be run have lines with an error, and the others run.
             ordered: Yield the lines in the order of the rows, at the end.
 
         Raises:
             InvalidBatch: Rows cannot be run; nothing was submitted.
+            InvalidRequest: The mapping makes no request, or names a column that is not there.
             BatchChanged: `output` belongs to other rows.
             BatchHeld: Another process runs it.
             OutputFailed: The output cannot be written.
         """
         from inferbus.workers.batch.rows import Rows
+        from inferbus.workers.batch.template import template
 
         return Rows(
-            self, rows, output=output, model=model, kind=kind, deadline=deadline, ordered=ordered
+            self,
+            rows,
+            output=output,
+            model=model,
+            kind=kind,
+            template=template(map, set, kind=kind) if map or set else None,
+            deadline=deadline,
+            skip_invalid=skip_invalid,
+            ordered=ordered,
         ).lines()
 
     async def submit(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from inferbus.workers.batch.lines import Expected, Validation, numbered, opened, validate
+from inferbus.workers.batch.lines import Expected
+from inferbus.workers.batch.reading import numbered
+from inferbus.workers.batch.validation import Validation, validate
 from tests.support.batches import line, write
 
 CHAT = {
@@ -110,11 +113,11 @@ def test_exactly_the_repeated_ids_are_duplicates(tmp_path: Path, ids: list[str])
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.binary(max_size=200))
 def test_no_bytes_raise_anything(tmp_path: Path, data: bytes) -> None:
+    assume(data[:2] not in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     path = tmp_path / "in.jsonl"
     path.write_bytes(data)
     found = validate(path, Expected())
-    with opened(path) as file:
-        assert found.total == len(list(numbered(file)))
+    assert found.total == len(list(numbered(path)))
     assert found.invalid == found.total
 
 
