@@ -306,6 +306,7 @@ class GatewaySettings(_Section, frozen=True, kw_only=True):
         int, Meta(description="Open requests of each API key that sets no limit of its own; 0: any.", ge=0)
     ] = 0
     max_body: Annotated[int, Meta(description="Largest body of a request in bytes.", ge=1024)] = 32 * MIB
+    max_file: Annotated[int, Meta(description="Largest uploaded file in bytes.", ge=1024)] = 200 * MIB
     keep_alive: Annotated[
         float, Meta(description="Seconds of silence after which a stream gets a comment.", ge=0.1)
     ] = 10.0

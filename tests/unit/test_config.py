@@ -231,6 +231,7 @@ def test_every_setting_can_be_given_in_each_way(option: Option, tmp_path: Path) 
         "gateway_listen": "127.0.0.1:1",
         "gateway_keys": "sk-0123456789abcdef:acme",
         "gateway_max_body": "2048",
+        "gateway_max_file": "2048",
     }.get(option.name, by_type[option.type])
     if option.section == "streams" and option.type is int and option.name != "streams_replicas":
         text = str(2 * 1024 * 1024)

@@ -46,7 +46,7 @@ def check_gateway() -> None:
     Raises:
         CommandFailed: Packages are missing; names the extra that has them.
     """
-    require("starlette", "uvicorn", "prometheus_client", extra="gateway")
+    require("starlette", "uvicorn", "python_multipart", "prometheus_client", extra="gateway")
 
 
 def check_demo_model() -> None:

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import structlog
 from starlette.applications import Starlette
@@ -23,14 +24,16 @@ from inferbus.workers.client import Client
 from inferbus.workers.client.models import unserved
 from inferbus.workers.client.operator import Operator
 from inferbus.workers.config import GatewaySettings
-from inferbus.workers.gateway import jobs
+from inferbus.workers.gateway import batches, jobs
 from inferbus.workers.gateway.answers import chunks, live_answer, live_chunks
+from inferbus.workers.gateway.batches import Runner
 from inferbus.workers.gateway.errors import error_response, http_error, json_response
 from inferbus.workers.gateway.events import AnswerCut, EventStream, unless_left
-from inferbus.workers.gateway.keys import Key, Keys
+from inferbus.workers.gateway.files import Files, read_upload
+from inferbus.workers.gateway.keys import Keys
 from inferbus.workers.gateway.metrics import Metrics
 from inferbus.workers.gateway.page import PAGE, PAGE_HEADERS
-from inferbus.workers.gateway.requests import idempotency_key, read_request, wait_of
+from inferbus.workers.gateway.requests import idempotency_key, page, read_json, read_request, wait_of
 
 log = structlog.get_logger()
 
@@ -53,6 +56,7 @@ class Gateway:
     Attributes:
         app: The ASGI application.
         metrics: What it counts.
+        runner: Runs batches.
         draining: Whether it is about to end, so that nobody should send it anything new.
     """
 
@@ -63,6 +67,7 @@ class Gateway:
         self._settings = settings
         self._keys = keys
         self._owners: dict[str, Client] = {client.owner: client}
+        self.runner = Runner(lambda: keys.owners, self._of)
         self.app = Starlette(
             routes=[
                 self._route("POST", "/v1/chat/completions", partial(self._ask, "chat")),
@@ -72,6 +77,15 @@ class Gateway:
                 self._route("GET", "/v1/jobs/{id}/stream", self._stream_job),
                 self._route("GET", "/v1/jobs/{id}", self._job),
                 self._route("DELETE", "/v1/jobs/{id}", self._cancel_job, limited=False),
+                self._route("POST", "/v1/files", self._upload),
+                self._route("GET", "/v1/files", self._files),
+                self._route("GET", "/v1/files/{id}", self._file),
+                self._route("DELETE", "/v1/files/{id}", self._remove_file, limited=False),
+                self._route("GET", "/v1/files/{id}/content", self._content),
+                self._route("POST", "/v1/batches", self._create_batch),
+                self._route("GET", "/v1/batches", self._batches),
+                self._route("GET", "/v1/batches/{id}", self._batch),
+                self._route("POST", "/v1/batches/{id}/cancel", self._cancel_batch, limited=False),
                 self._route("GET", "/status", self._status, limited=False),
                 self._route("GET", "/metrics", self._figures, limited=False),
                 Route("/livez", _livez),
@@ -128,6 +142,45 @@ class Gateway:
             await client.cancel(job)
         return json_response(jobs.job_object(job, ended, status="cancelling"))
 
+    async def _upload(self, request: Request, client: Client) -> ASGIApp:
+        upload = await read_upload(request, self._settings.max_file)
+        try:
+            return json_response((await Files(client).store(upload)).openai())
+        finally:
+            await upload.close()
+
+    async def _files(self, request: Request, client: Client) -> ASGIApp:
+        purpose = request.query_params.get("purpose")
+        found = [each.openai() for each in await Files(client).all() if purpose in (None, each.purpose)]
+        return json_response(page(request, found, limit=10_000))
+
+    async def _file(self, request: Request, client: Client) -> ASGIApp:
+        return json_response((await Files(client).get(request.path_params["id"])).openai())
+
+    async def _remove_file(self, request: Request, client: Client) -> ASGIApp:
+        name = request.path_params["id"]
+        await Files(client).remove(name)
+        return json_response({"id": name, "object": "file", "deleted": True})
+
+    async def _content(self, request: Request, client: Client) -> ASGIApp:
+        files = Files(client)
+        return files.content(await files.get(request.path_params["id"]))
+
+    async def _create_batch(self, request: Request, client: Client) -> ASGIApp:
+        kept = await batches.create(client, await read_json(request, self._settings.max_body))
+        shown = kept.record.openai()
+        self.runner.start(kept)
+        return json_response(shown)
+
+    async def _batches(self, request: Request, client: Client) -> ASGIApp:
+        return json_response(page(request, await batches.listed(client), limit=20))
+
+    async def _batch(self, request: Request, client: Client) -> ASGIApp:
+        return json_response((await batches.find(client, request.path_params["id"])).record.openai())
+
+    async def _cancel_batch(self, request: Request, client: Client) -> ASGIApp:
+        return json_response(await batches.cancel(client, request.path_params["id"]))
+
     async def _models(self, request: Request, client: Client) -> ASGIApp:
         return json_response({"object": "list", "data": _models(await client.workers())})
 
@@ -175,7 +228,7 @@ class Gateway:
             self._check_host(request)
             key = self._keys.find(request.headers.get("authorization"))
             with key.request() if limited else nullcontext():
-                response = await handler(request, self._of(key))
+                response = await handler(request, self._of(key.owner))
                 await response(scope, receive, send)
         except AnswerCut as cut:
             self.metrics.cut(cut.why)
@@ -186,16 +239,21 @@ class Gateway:
             log.exception("gateway.defect", path=scope["path"])
             await error_response(InternalError("a defect of the gateway"))(scope, receive, send)
 
-    def _of(self, key: Key) -> Client:
-        """The client of a key's owner, on the connection of all."""
-        if key.owner not in self._owners:
-            self._owners[key.owner] = Client(self._client.bus, owner=key.owner)
-        return self._owners[key.owner]
+    def _of(self, owner: str) -> Client:
+        """The client of an owner, on the connection of all."""
+        if owner not in self._owners:
+            self._owners[owner] = Client(self._client.bus, owner=owner)
+        return self._owners[owner]
 
     def _check_host(self, request: Request) -> None:
-        """Without keys, a page of another site must not get here by a name of its own (DNS rebinding)."""
-        if not self._keys.required and request.url.hostname not in _HERE:
+        """Without keys, a page of another site must not get here: by a name of its own, or with a form."""
+        if self._keys.required:
+            return
+        if request.url.hostname not in _HERE:
             raise InvalidRequest("without API keys, only requests to this host are answered", param="Host")
+        origin = request.headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != request.url.netloc:
+            raise InvalidRequest("without API keys, pages of other sites are not answered", param="Origin")
 
 
 class _Endpoint:

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from inferbus.schemas.errors import CallerError, InferbusError, InfrastructureError
 from inferbus.schemas.statuses import http_status
+from inferbus.workers.batch.errors import BatchNotFound
 from inferbus.workers.client.errors import JobIdUsed, JobNotFound, TimedOut
 
 RETRY_AFTER: Final = 1.0
@@ -49,6 +50,18 @@ class Restarts(InfrastructureError):
     code = "answer_restarted"
 
 
+class FileNotFound(CallerError):
+    """There is no file of this id."""
+
+    code = "file_not_found"
+
+
+class FileInUse(CallerError):
+    """A file cannot be removed: a batch reads it."""
+
+    code = "file_in_use"
+
+
 class UnknownPath(CallerError):
     """Nothing is served at this path, or not by this method."""
 
@@ -60,6 +73,9 @@ _OWN: Final[dict[type[InferbusError], int]] = {
     RateLimited: 429,
     JobIdUsed: 409,
     JobNotFound: 404,
+    FileNotFound: 404,
+    FileInUse: 409,
+    BatchNotFound: 404,
     UnknownPath: 404,
     TimedOut: 504,
 }

@@ -44,14 +44,14 @@ HEADERS: Final = (
 )
 
 
-Why = Literal["left", "too_slow"]
+Why = Literal["left", "too_slow", "unreadable"]
 
 
 class AnswerCut(Exception):
     """An answer was given up, and nothing more can be said to its caller.
 
     Attributes:
-        why: The caller has left, or does not read.
+        why: The caller has left, or does not read; or a file cannot be read to its end.
     """
 
     def __init__(self, why: Why) -> None:

@@ -130,6 +130,11 @@ class Keys:
             "none", ANYBODY, per_minute=settings.requests_per_minute, concurrency=settings.concurrency
         )
 
+    @property
+    def owners(self) -> set[str]:
+        """Whose requests may come."""
+        return {key.owner for _, key in self._keys.values()} if self.required else {ANYBODY}
+
     def find(self, authorization: str | None) -> Key:
         """The key in an `Authorization` header.
 

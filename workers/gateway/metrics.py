@@ -50,7 +50,7 @@ class Metrics:
         )
         self._cut = Counter(
             "inferbus_gateway_cut",
-            "Answers given up: the caller left, or did not read.",
+            "Answers given up: the caller left, or did not read, or a file was not readable.",
             ("why",),
             registry=registry,
         )

@@ -74,19 +74,29 @@ async def read_body(request: Request, limit: int) -> bytes:
     return b"".join(parts)
 
 
+async def read_json(request: Request, limit: int) -> bytes:
+    """The body of a request, which must be JSON.
+
+    Raises:
+        UnsupportedContentType: It is said to be something else. It also keeps pages of other sites from
+            sending requests: a browser asks before it sends JSON to another site.
+        PayloadTooLarge: Over the limit.
+    """
+    if codec.content_type(request.headers.get("content-type") or "none") != codec.JSON:
+        raise UnsupportedContentType(f"Content-Type must be {codec.JSON}", param="Content-Type")
+    return await read_body(request, limit)
+
+
 async def read_request(request: Request, kind: Kind, *, limit: int) -> Asked:
     """A request for an answer.
 
     Raises:
-        UnsupportedContentType: Not JSON. It also keeps pages of other sites from sending requests: a browser
-            asks before it sends JSON to another site.
+        UnsupportedContentType: Not JSON.
         PayloadTooLarge: Over the limit.
         UndecodableBody: Not a JSON object.
         InvalidRequest: A field that the gateway reads is missing or of the wrong type.
     """
-    if codec.content_type(request.headers.get("content-type") or "none") != codec.JSON:
-        raise UnsupportedContentType(f"Content-Type must be {codec.JSON}", param="Content-Type")
-    fields = _fields(await read_body(request, limit))
+    fields = _fields(await read_json(request, limit))
     model = _field(fields, "model", str)
     if not model:
         raise InvalidRequest("model is missing", param="model")
@@ -121,6 +131,33 @@ def idempotency_key(request: Request) -> str | None:
         what = "1 to 128 printable ASCII characters, without spaces and /"
         raise InvalidRequest(f"Idempotency-Key must be {what}", param="Idempotency-Key")
     return key
+
+
+def page(request: Request, objects: list[dict[str, Any]], *, limit: int) -> dict[str, Any]:
+    """A part of a list, as `after` and `limit` ask for it.
+
+    Args:
+        request: With those two.
+        objects: All of them, each with its id.
+        limit: Where the request names none.
+
+    Raises:
+        InvalidRequest: `limit` is no number from 1 to 10,000.
+    """
+    asked, after = request.query_params.get("limit"), request.query_params.get("after")
+    if asked is not None:
+        limit = int(asked) if asked.isascii() and asked.isdigit() and len(asked) < 6 else 0
+        if not 1 <= limit <= 10_000:
+            raise InvalidRequest("limit must be a number from 1 to 10000", param="limit")
+    first = next((n for n, each in enumerate(objects, 1) if each["id"] == after), 0)
+    shown = objects[first : first + limit]
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": first + limit < len(objects),
+    }
 
 
 def wait_of(request: Request) -> float:

@@ -62,6 +62,7 @@ async def run(settings: Settings, stop: asyncio.Event, *, listening: Callable[[s
             )
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             watching = asyncio.create_task(_refresh(keys))
+            batches = asyncio.create_task(gateway.runner.look())
             ending = [asyncio.create_task(event.wait()) for event in (stop, client.bus.closed)]
             try:
                 url = _url(listener)
@@ -71,9 +72,9 @@ async def run(settings: Settings, stop: asyncio.Event, *, listening: Callable[[s
                 gateway.draining = server.should_exit = True
                 await serving
             finally:
-                for task in (serving, watching, *ending):
+                for task in (serving, watching, batches, *ending):
                     task.cancel()
-                await asyncio.gather(serving, watching, *ending, return_exceptions=True)
+                await asyncio.gather(serving, watching, batches, *ending, return_exceptions=True)
             if client.bus.failure is not None:
                 raise Unserved(f"the connection to NATS is closed: {client.bus.failure}")
 
