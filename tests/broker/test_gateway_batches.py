@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
+import secrets
 import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+import pytest_asyncio
 from openai.types import Batch, FileObject
 
 from inferbus.workers.batch import submitter
@@ -39,7 +41,10 @@ delay = 0.1
 text = "Paris."
 """
 ENDPOINT: Any = "/v1/chat/completions"
+KEY = "sk-0123456789abcdef"
 ENDED = ("completed", "failed", "cancelled", "expired")
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest.fixture(autouse=True)
@@ -48,33 +53,45 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submitter, "LEASE", 2.5)
 
 
-@pytest.fixture
-async def workers(server: NatsServer, tmp_path: Path) -> AsyncIterator[Fleet]:
-    async with fleet(server, tmp_path) as found:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[NatsServer]:
+    async with NatsServer(tmp_path_factory.mktemp("nats"), sync_interval=None) as found:
+        yield found
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def workers(server: NatsServer, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
+    async with fleet(server, tmp_path_factory.mktemp("workers")) as found:
         await found.start("both", SCRIPT)
         yield found
 
 
 @pytest.fixture
-async def url(server: NatsServer, workers: Fleet) -> AsyncIterator[str]:
-    async with gateway(server.url) as found:
+def owner() -> str:
+    """Every test has its own files and batches."""
+    return secrets.token_hex(4)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def url(server: NatsServer, workers: Fleet, owner: str) -> AsyncIterator[str]:
+    async with gateway(server.url, keys={KEY: owner}, max_file=100_000) as found:
         yield found
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
     async with openais(url) as found:
         yield found
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def http(url: str) -> AsyncIterator[httpx.AsyncClient]:
-    async with caller(url) as found:
+    async with caller(url, authorization=f"Bearer {KEY}") as found:
         yield found
 
 
 def openais(url: str) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
 
 
 def lines(count: int, **more: Any) -> bytes:
@@ -125,7 +142,7 @@ async def test_a_batch_runs_from_its_upload_to_its_output(client: openai.AsyncOp
 
 
 async def test_files_are_listed_read_and_removed(client: openai.AsyncOpenAI, http: httpx.AsyncClient) -> None:
-    content = lines(2000)
+    content = lines(500)
     file = await client.files.create(file=("night.jsonl", content), purpose="batch")
     FileObject.model_validate(file.to_dict())
     assert (file.bytes, file.filename, file.purpose) == (len(content), "night.jsonl", "batch")
@@ -144,7 +161,7 @@ async def test_files_are_listed_read_and_removed(client: openai.AsyncOpenAI, htt
 
 
 async def test_the_output_of_a_batch_is_a_file_until_it_is_removed(
-    client: openai.AsyncOpenAI, server: NatsServer
+    client: openai.AsyncOpenAI, server: NatsServer, owner: str
 ) -> None:
     batch = await ended(client, await begun(client, lines(3)))
     assert batch.output_file_id is not None
@@ -156,8 +173,7 @@ async def test_the_output_of_a_batch_is_a_file_until_it_is_removed(
     assert (await client.batches.retrieve(batch.id)).output_file_id is None
     await client.files.delete(batch.input_file_id)
     async with Client.connect(server.url) as bus:
-        info = await JetStream(bus.bus).call(f"STREAM.INFO.{layout.FILES}")
-        assert info["state"]["messages"] == 0
+        assert await JetStream(bus.bus).read(layout.FILES, f"infer.files.{owner}.>") == []
 
 
 @pytest.mark.parametrize(
@@ -219,47 +235,50 @@ async def test_a_batch_that_is_asked_for_wrongly_is_refused(
     assert (await http.get("/v1/batches?limit=0")).json()["error"]["param"] == "limit"
 
 
-async def test_an_upload_that_cannot_be_used_is_refused(server: NatsServer, workers: Fleet) -> None:
-    async with gateway(server.url, max_file=2000) as url, caller(url) as http:
-        for asked, status, param in (
-            ({"json": {}}, 400, "file"),
-            ({"data": {"purpose": "batch"}}, 400, "file"),
-            ({"files": {"file": b"x"}}, 400, "purpose"),
-            ({"files": {"file": b"x"}, "data": {"purpose": "vision"}}, 400, "purpose"),
-            (
-                {"files": {"file": b"x"}, "data": {"purpose": "batch", "expires_after[seconds]": "1"}},
-                400,
-                None,
-            ),
-            ({"files": {"file": b"x" * 2001}, "data": {"purpose": "batch"}}, 413, "file"),
-            ({"files": {"file": b"x" * 200_000}, "data": {"purpose": "batch"}}, 413, "file"),
-        ):
-            answer = await http.post("/v1/files", **asked)
-            assert answer.status_code == status, asked
-            assert answer.json()["error"]["param"] == (param or "expires_after[seconds]")
+async def test_an_upload_that_cannot_be_used_is_refused(http: httpx.AsyncClient) -> None:
+    for asked, status, param in (
+        ({"json": {}}, 400, "file"),
+        ({"data": {"purpose": "batch"}}, 400, "file"),
+        ({"files": {"file": b"x"}}, 400, "purpose"),
+        ({"files": {"file": b"x"}, "data": {"purpose": "vision"}}, 400, "purpose"),
+        (
+            {"files": {"file": b"x"}, "data": {"purpose": "batch", "expires_after[seconds]": "1"}},
+            400,
+            None,
+        ),
+        ({"files": {"file": b"x" * 100_001}, "data": {"purpose": "batch"}}, 413, "file"),
+        ({"files": {"file": b"x" * 300_000}, "data": {"purpose": "batch"}}, 413, "file"),
+    ):
+        answer = await http.post("/v1/files", **asked)
+        assert answer.status_code == status, asked
+        assert answer.json()["error"]["param"] == (param or "expires_after[seconds]")
 
 
-async def test_a_form_on_another_site_uploads_nothing(http: httpx.AsyncClient, url: str) -> None:
+async def test_without_keys_a_form_on_another_site_uploads_nothing(
+    server: NatsServer, workers: Fleet
+) -> None:
     form: Any = {"files": {"file": b"x"}, "data": {"purpose": "batch"}}
-    answer = await http.post("/v1/files", headers={"origin": "https://evil.example"}, **form)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Origin")
-    assert (await http.post("/v1/files", headers={"origin": url}, **form)).status_code == 200
+    async with gateway(server.url) as url, caller(url) as http:
+        answer = await http.post("/v1/files", headers={"origin": "https://evil.example"}, **form)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Origin")
+        assert (await http.post("/v1/files", headers={"origin": url}, **form)).status_code == 200
 
 
 async def test_a_full_server_refuses_an_upload_and_keeps_nothing_of_it(
-    http: httpx.AsyncClient, server: NatsServer
+    http: httpx.AsyncClient, server: NatsServer, owner: str
 ) -> None:
     async with Client.connect(server.url) as bus:
         jetstream = JetStream(bus.bus)
-        config = (await jetstream.call(f"STREAM.INFO.{layout.FILES}"))["config"]
-        await jetstream.call(f"STREAM.UPDATE.{layout.FILES}", config | {"max_bytes": 1000})
-        answer = await http.post("/v1/files", files={"file": lines(1)}, data={"purpose": "batch"})
-        assert answer.status_code == 200
-        import os
-
-        answer = await http.post("/v1/files", files={"file": os.urandom(5000)}, data={"purpose": "batch"})
+        info = await jetstream.call(f"STREAM.INFO.{layout.FILES}")
+        update, config = f"STREAM.UPDATE.{layout.FILES}", info["config"]
+        await jetstream.call(update, config | {"max_bytes": info["state"]["bytes"] + 5000})
+        try:
+            form: Any = {"files": {"file": random.randbytes(50_000)}, "data": {"purpose": "batch"}}
+            answer = await http.post("/v1/files", **form)
+        finally:
+            await jetstream.call(update, config)
         assert (answer.status_code, answer.json()["error"]["code"]) == (529, "overloaded")
-        assert len((await http.get("/v1/files")).json()["data"]) == 1
+        assert await jetstream.read(layout.FILES, f"infer.files.{owner}.>") == []
 
 
 async def test_another_gateway_goes_on_with_the_batches_of_one_that_ends_or_dies(

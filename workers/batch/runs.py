@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from inferbus.schemas.subjects import Kind
 from inferbus.workers.batch.copies import Copy, restore
 from inferbus.workers.batch.errors import BatchChanged, BatchHeld, InvalidBatch
 from inferbus.workers.batch.lines import Expected, Problem

@@ -29,7 +29,7 @@ from inferbus.workers.gateway.answers import chunks, live_answer, live_chunks
 from inferbus.workers.gateway.batches import Runner
 from inferbus.workers.gateway.errors import error_response, http_error, json_response
 from inferbus.workers.gateway.events import AnswerCut, EventStream, unless_left
-from inferbus.workers.gateway.files import Files, read_upload
+from inferbus.workers.gateway.files import Files, upload
 from inferbus.workers.gateway.keys import Keys
 from inferbus.workers.gateway.metrics import Metrics
 from inferbus.workers.gateway.page import PAGE, PAGE_HEADERS
@@ -143,11 +143,8 @@ class Gateway:
         return json_response(jobs.job_object(job, ended, status="cancelling"))
 
     async def _upload(self, request: Request, client: Client) -> ASGIApp:
-        upload = await read_upload(request, self._settings.max_file)
-        try:
-            return json_response((await Files(client).store(upload)).openai())
-        finally:
-            await upload.close()
+        async with upload(request, self._settings.max_file) as file:
+            return json_response((await Files(client).store(file)).openai())
 
     async def _files(self, request: Request, client: Client) -> ASGIApp:
         purpose = request.query_params.get("purpose")

@@ -63,8 +63,8 @@ async def create(client: Client, body: bytes) -> Kept:
     try:
         asked = _asked.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        named = re.search(r"`\$?\.?(\w+)`$", str(error)) or re.search(r"field `(\w+)`", str(error))
-        raise InvalidRequest(f"not a batch: {error}", param=named and named[1]) from None
+        named = re.search(r"at `\$\.(\w+)|field `(\w+)`", str(error))
+        raise InvalidRequest(f"not a batch: {error}", param=named and named[named.lastindex or 0]) from None
     kind = KINDS.get(asked.endpoint)
     if kind is None:
         raise InvalidRequest(f"endpoint must be one of {', '.join(KINDS)}", param="endpoint")

@@ -16,8 +16,9 @@ from collections.abc import AsyncIterator
 from typing import Any, Final
 
 import msgspec
-from starlette.datastructures import UploadFile
+from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
@@ -205,8 +206,9 @@ class Content:
         await send({"type": "http.response.body", "body": b""})
 
 
-async def read_upload(request: Request, limit: int) -> UploadFile:
-    """The file in a form.
+@contextlib.asynccontextmanager
+async def upload(request: Request, limit: int) -> AsyncIterator[UploadFile]:
+    """The file in a form; what is in memory or on the disk of it goes with the block.
 
     Raises:
         PayloadTooLarge: Over the limit; the rest is not read.
@@ -219,13 +221,19 @@ async def read_upload(request: Request, limit: int) -> UploadFile:
         message = await request.receive()
         size += len(message.get("body", b""))
         if size > limit + ENVELOPE:
-            raise PayloadTooLarge(f"a file has at most {limit} bytes", param="file")
+            raise MultiPartException("too large")
         return message
 
     try:
-        form = await Request(request.scope, bounded).form(max_files=1, max_fields=16)
+        async with Request(request.scope, bounded).form(max_files=1, max_fields=16) as form:
+            yield _file_of(form, limit)
     except HTTPException as problem:
+        if size > limit + ENVELOPE:
+            raise _too_large(limit) from None
         raise InvalidRequest(f"the form cannot be read: {problem.detail}") from None
+
+
+def _file_of(form: FormData, limit: int) -> UploadFile:
     file = form.get("file")
     if not isinstance(file, UploadFile):
         raise InvalidRequest("file is missing: a form with `file` and `purpose` is needed", param="file")
@@ -235,8 +243,12 @@ async def read_upload(request: Request, limit: int) -> UploadFile:
         if name not in ("file", "purpose"):
             raise InvalidRequest(f"{name!r} is not supported", param=name)
     if (file.size or 0) > limit:
-        raise PayloadTooLarge(f"a file has at most {limit} bytes", param="file")
+        raise _too_large(limit)
     return file
+
+
+def _too_large(limit: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"a file has at most {limit} bytes", param="file")
 
 
 def _read(stored: Stored | None) -> File | None:
