@@ -35,7 +35,7 @@ user = "fails"
 code = "context_length_exceeded"
 [[rules]]
 user = "slow"
-length = 20
+length = 10
 delay = 0.1
 [[rules]]
 text = "Paris."
@@ -298,7 +298,7 @@ async def test_another_gateway_goes_on_with_the_batches_of_one_that_ends_or_dies
 
     await killed.until(ready, timeout=60)
     async with openais(f"http://{listen}") as client:
-        batch = await begun(client, lines(60, user="slow"))
+        batch = await begun(client, lines(40, user="slow"))
         await eventually(lambda: _some(client, batch), within=60)
     killed.kill()
     await killed.wait()
@@ -309,7 +309,7 @@ async def test_another_gateway_goes_on_with_the_batches_of_one_that_ends_or_dies
         batch = await ended(client, batch)
         assert batch.status == "completed"
         output = await written(client, batch.output_file_id)
-        assert sorted(line["custom_id"] for line in output) == sorted(f"line-{n}" for n in range(60))
+        assert sorted(line["custom_id"] for line in output) == sorted(f"line-{n}" for n in range(40))
         assert batch.error_file_id is None
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
+import sys
 from collections.abc import AsyncIterable, AsyncIterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
@@ -85,6 +89,23 @@ async def test_a_chat_is_answered_whole_and_streamed(client: openai.AsyncOpenAI)
         assert chunk.usage is None
         text += chunk.choices[0].delta.content or ""
     assert text == PARIS
+
+
+async def test_the_programs_in_the_documentation_run_as_they_are(url: str, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text()
+    body = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": CHAT}
+    (tmp_path / "requests.jsonl").write_text(json.dumps(body))
+    programs = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert len(programs) == 2
+    for program in programs:
+        text = program.replace("http://127.0.0.1:8000", url).replace('"qwen"', f'"{MODEL}"')
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", text), cwd=tmp_path, stdout=asyncio.subprocess.PIPE
+        )
+        async with asyncio.timeout(60):
+            out, _ = await child.communicate()
+        assert child.returncode == 0
+        assert out.decode() in (PARIS, "")
 
 
 async def test_the_usage_of_a_stream_comes_where_it_is_asked_for(client: openai.AsyncOpenAI) -> None:
