@@ -24,6 +24,7 @@ from inferbus.schemas.errors import InferbusError
 from inferbus.schemas.headers import Status
 from inferbus.workers.client.deltas import AnswerSoFar, DeliveredPrefix, Diverged, to_chunks
 from inferbus.workers.client.messages import (
+    Answer,
     AnswerMessage,
     Chunk,
     ChunkMessage,
@@ -133,6 +134,12 @@ class Assembler:
         )
 
     @property
+    def whole(self) -> Answer | None:
+        """The answer as the worker sent it, where it came in one piece."""
+        newest = self._attempts.get(self._newest)
+        return None if newest is None or newest.whole is None else newest.whole.answer
+
+    @property
     def missing(self) -> bool:
         """Whether a message is late or lost."""
         newest = self._attempts.get(self._newest)
@@ -141,6 +148,11 @@ class Assembler:
         if self._lineage is None or self._segment + 1 < len(self._lineage) or newest.last_seq >= self._seq:
             return True
         return newest.end is not None and (newest.end.status != "ok" or newest.end.messages > self._seq)
+
+    @property
+    def position(self) -> int:
+        """Number of the next message of the newest attempt: all before it have come."""
+        return self._seq if self._lineage is not None else 0
 
     @property
     def older_attempt_ended(self) -> bool:

@@ -115,7 +115,7 @@ class AnswerStream(abc.ABC, Generic[E]):
             raise self._problem or Cancelled("the stream was closed before its end")
         if self.final_status.error is not None:
             raise self.final_status.error
-        return to_answer(self._assembler.delivered)
+        return self._assembler.whole or to_answer(self._assembler.delivered)
 
     def __await__(self) -> Generator[Any, None, Answer]:
         return self.answer().__await__()
@@ -155,6 +155,9 @@ class AnswerStream(abc.ABC, Generic[E]):
     def connection_lost(self) -> None:
         """Ends reading with an error: the connection is closed for good."""
         self._arrived.put_nowait(CLOSED)
+
+    def reconnected(self) -> None:
+        """The connection is back, and messages may have been lost meanwhile."""
 
     @abc.abstractmethod
     async def _more(self) -> None:
