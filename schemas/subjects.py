@@ -193,6 +193,10 @@ class Subjects(msgspec.Struct, frozen=True):
         """Filter: all files of a batch."""
         return f"{self.prefix}.files.{escape(owner)}.{escape(batch)}.>"
 
+    def files_about(self, owner: str) -> str:
+        """Filter: what is said of each uploaded file of an owner."""
+        return f"{self.prefix}.files.{escape(owner)}.*.about.0"
+
     def dead(self, model: str, kind: AnyKind) -> str:
         """A job that will not be tried again."""
         return f"{self.prefix}.dead.{escape(model)}.{UNKNOWN if kind == UNKNOWN else _kind(kind)}"

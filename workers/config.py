@@ -8,6 +8,7 @@ so that a setting is defined once, here.
     [nats]                BusSettings       --nats-url        INFERBUS_NATS_URL
     [worker]              WorkerSettings    --slots           INFERBUS_SLOTS
     [streams]             StreamSettings    --streams-…       INFERBUS_STREAMS_…
+    [gateway]             GatewaySettings   --gateway-…       INFERBUS_GATEWAY_…
 """
 
 # Why not pydantic-settings: importing it takes 250 to 290 ms, msgspec 50 ms (Python 3.11, one machine), which
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import ipaddress
 import re
 import secrets
 import tomllib
@@ -283,12 +285,66 @@ class StreamSettings(_Section, frozen=True, kw_only=True):
     dead_max_age: Annotated[float, Meta(description="Seconds that dead letters are kept.", ge=0)] = 30 * DAY
 
 
+class GatewaySettings(_Section, frozen=True, kw_only=True):
+    """How the HTTP gateway listens, whom it admits, and what it bounds."""
+
+    # Not a host and a port: Kubernetes sets INFERBUS_GATEWAY_PORT for a Service `inferbus-gateway`.
+    listen: Annotated[str, Meta(description="Address and port of the HTTP gateway; port 0: a free one.")] = (
+        "127.0.0.1:8000"
+    )
+    open: Annotated[
+        bool,
+        Meta(description="Listen on any address without API keys: who can reach it is bounded elsewhere."),
+    ] = False
+    keys_file: Annotated[Path | None, _file("TOML file with API keys, their owners and limits.")] = None
+    keys: Annotated[dict[str, str], _secret("API keys with their owners, as key:owner,key:owner.")] = {}
+    requests_per_minute: Annotated[
+        int,
+        Meta(description="Requests a minute for each API key that sets no limit of its own; 0: any.", ge=0),
+    ] = 0
+    concurrency: Annotated[
+        int, Meta(description="Open requests of each API key that sets no limit of its own; 0: any.", ge=0)
+    ] = 0
+    max_body: Annotated[int, Meta(description="Largest body of a request in bytes.", ge=1024)] = 32 * MIB
+    max_file: Annotated[int, Meta(description="Largest uploaded file in bytes.", ge=1024)] = 200 * MIB
+    keep_alive: Annotated[
+        float, Meta(description="Seconds of silence after which a stream gets a comment.", ge=0.1)
+    ] = 10.0
+    grace: Annotated[float, Meta(description="Seconds for open requests to finish after SIGTERM.", ge=0)] = (
+        60.0
+    )
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port to listen on."""
+        host, _, port = self.listen.rpartition(":")
+        return host.strip("[]"), int(port)
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can reach it."""
+        host, _ = self.address
+        try:
+            return ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            return host == "localhost"
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """An address that is none, and one that others can reach without keys."""
+        host, _, port = self.listen.rpartition(":")
+        if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+            yield "listen", f"must be host:port, not {self.listen!r}"
+        elif not (self.loopback or self.open or self.keys or self.keys_file):
+            yield "listen", "must be a loopback address where no API keys are set"
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """All of them; printing it hides the secrets."""
 
     bus: BusSettings = msgspec.field(default_factory=BusSettings)
     worker: WorkerSettings = msgspec.field(default_factory=WorkerSettings)
     streams: StreamSettings = msgspec.field(default_factory=StreamSettings)
+    gateway: GatewaySettings = msgspec.field(default_factory=GatewaySettings)
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
@@ -326,7 +382,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
     def shown(self, value: Any) -> Any:
         """A value as it may be displayed: secrets are hidden."""
-        if self.secret and value is not None:
+        if self.secret and value not in (None, {}):
             return HIDDEN
         if self.field == "urls":
             return tuple(hide_userinfo(url) for url in value)
@@ -337,13 +393,14 @@ _SECTIONS: Final[dict[str, tuple[str, type[_Section]]]] = {
     "bus": ("nats", BusSettings),
     "worker": ("worker", WorkerSettings),
     "streams": ("streams", StreamSettings),
+    "gateway": ("gateway", GatewaySettings),
 }
 """Field of `Settings`: name of the table in the file, and class."""
 
 
 @functools.cache
 def options(*sections: str) -> tuple[Option, ...]:
-    """Every setting of these sections (`bus`, `worker`, `streams`; default all)."""
+    """Every setting of these sections (`bus`, `worker`, `streams`, `gateway`; default all)."""
     return tuple(
         _option(section, field)
         for section in sections or _SECTIONS

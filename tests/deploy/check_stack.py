@@ -2,10 +2,11 @@
 
     python -m tests.deploy.check_stack [--build]
 
-Builds the images, starts the stack, asks over plain NATS from outside and with the client's image from
-inside, scales decode to two, kills one of them in the middle of an answer, stops one in the middle of another
-answer, and stops the rest. Needs Docker (`tests/deploy/bring_up_docker.sh`) and some 9 GB of disk. Says what
-it does and how long that took, and exits with 0 if all of it worked. Nothing is left but the images.
+Builds the images, starts the stack, asks over plain NATS and HTTP from outside and with the client's image
+from inside, scales decode to two, kills one of them in the middle of an answer, stops one in the middle of
+another answer, and stops the rest. Needs Docker (`tests/deploy/bring_up_docker.sh`) and some 9 GB of disk.
+Says what it does and how long that took, and exits with 0 if all of it worked. Nothing is left but the
+images.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +34,7 @@ from inferbus.workers.client import Client, text
 ROOT = Path(__file__).parents[2]
 PROJECT = "inferbus-check"
 PORT = 14222
+GATEWAY_PORT = 18000
 MODEL = "smollm2-135m-instruct"
 SUBJECT = f"infer.request.{MODEL}.chat"
 BODY = {
@@ -59,6 +62,8 @@ def compose(*arguments: str) -> str:
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("MODEL", "INFERBUS_"))},
         "NATS_PORT": str(PORT),
+        "GATEWAY_PORT": str(GATEWAY_PORT),
+        "GATEWAY_KEYS": "",
         "NATS_MONITOR_PORT": str(PORT + 4000),
         # Three engines have to fit into a laptop's memory, and answer on a busy one.
         "PREFILL_ARGS": "--max-total-tokens 4096",
@@ -145,6 +150,8 @@ async def talk() -> None:
             _check_paris((await ask(connection))[0])
         with step("answer through the client's image"):
             _check_paris(await asyncio.to_thread(compose, "run", "--rm", "client", *CHAT))
+        with step("answer through the gateway"):
+            _check_paris(await asyncio.to_thread(over_http))
         with step("scaled to two decode workers"):
             compose("up", "--detach", "--scale", "decode=2")
             await ready(client, prefill=1, decode=2)
@@ -167,6 +174,18 @@ async def talk() -> None:
         with step("decode container stopped in the middle of an answer, which ended there"):
             stopped = await interrupt(client, "stop --time 120")
             _check(exit_code(stopped) == 0, f"{stopped} did not drain")
+
+
+def over_http() -> str:
+    """The question over HTTP; the answer."""
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{GATEWAY_PORT}/v1/chat/completions",
+        json.dumps({**BODY, "model": MODEL}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
+        text: str = json.load(answer)["choices"][0]["message"]["content"]
+        return text
 
 
 def _check_paris(answer: str) -> None:
@@ -253,10 +272,10 @@ def main() -> None:
         with step("containers started, demo model prepared"):
             compose("up", "--detach")
         asyncio.run(talk())
-        with step("workers drained and stopped"):
-            compose("stop", "prefill", "decode")
-        codes = exit_codes("prefill", "decode")
-        _check(list(codes.values()) == [0, 0, 0], f"the workers did not all end with 0: {codes}")
+        with step("workers and gateway drained and stopped"):
+            compose("stop", "prefill", "decode", "gateway")
+        codes = exit_codes("prefill", "decode", "gateway")
+        _check(list(codes.values()) == [0, 0, 0, 0], f"they did not all end with 0: {codes}")
     except BaseException:
         sys.stdout.write(compose("logs", "--no-color", "--tail", "40"))
         raise

@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 
 from inferbus.workers.cli.fleet import health
 from inferbus.workers.cli.serve import worker
-from inferbus.workers.config import WorkerSettings, options
+from inferbus.workers.config import WorkerSettings, options, resolve
 from inferbus.workers.stack.server import find_binary
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,7 @@ def services(compose: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def test_plain_up_starts_a_fleet_on_the_cpu_and_nothing_for_a_gpu(compose: dict[str, Any]) -> None:
     started = {name for name, service in services(compose).items() if "profiles" not in service}
-    assert started == {"nats", "models", "prefill", "decode"}
+    assert started == {"nats", "models", "prefill", "decode", "gateway"}
     assert services(compose)["prefill"]["image"] == services(compose)["models"]["image"] == "inferbus:cpu"
 
 
@@ -73,6 +73,17 @@ def test_a_worker_is_started_by_a_command_that_exists(compose: dict[str, Any], n
         # What the command does not know goes on to SGLang; these are flags of SGLang's.
         flags = {flag for flag in context.params["engine_flags"] if flag.startswith("--")}
     assert flags - {"--base-gpu-id"} == {"--model-path"}
+
+
+def test_the_gateway_listens_where_its_port_is_published(compose: dict[str, Any]) -> None:
+    service = services(compose)["gateway"]
+    assert shlex.split(service["command"]) == ["inferbus", "gateway"]
+    settings = resolve({}, service["environment"]).gateway
+    assert (settings.address, settings.keys) == (("0.0.0.0", 8000), {})
+    assert service["ports"] == ["127.0.0.1:8000:8000"]
+    match = re.fullmatch(r"(\d+)m", service["stop_grace_period"])
+    assert match
+    assert int(match[1]) * 60 > settings.grace
 
 
 def test_the_health_check_is_a_command_that_exists() -> None:
@@ -179,7 +190,10 @@ def test_images_say_what_they_are_and_of_which_version() -> None:
     }
 
 
-@pytest.mark.parametrize(("pinned", "extra"), [("cpu.txt", "worker"), ("gpu.txt", "gpu")])
+@pytest.mark.parametrize(
+    ("pinned", "extra"),
+    [("cpu.txt", "worker"), ("cpu.txt", "gateway"), ("gpu.txt", "gpu"), ("gpu.txt", "gateway")],
+)
 def test_an_image_has_what_the_package_asks_for(pinned: str, extra: str) -> None:
     lines = (ROOT / "requirements" / pinned).read_text().splitlines()
     pins = [Requirement(line) for line in lines if line and not line.startswith(("#", "-"))]

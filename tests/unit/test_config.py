@@ -11,6 +11,7 @@ import pytest
 from inferbus.workers.config import (
     BusSettings,
     ConfigError,
+    GatewaySettings,
     Option,
     Settings,
     StreamSettings,
@@ -213,7 +214,8 @@ def test_every_setting_has_one_flag_one_variable_and_a_help_text() -> None:
     ):
         assert len(set(names)) == len(names)
     assert {o.section for o in options("bus")} == {"bus"}
-    fields = sum(len(msgspec.structs.fields(cls)) for cls in (BusSettings, WorkerSettings, StreamSettings))
+    sections = (BusSettings, WorkerSettings, StreamSettings, GatewaySettings)
+    fields = sum(len(msgspec.structs.fields(cls)) for cls in sections)
     assert len(every) == fields
 
 
@@ -226,6 +228,10 @@ def test_every_setting_can_be_given_in_each_way(option: Option, tmp_path: Path) 
         "reply_prefix": "a.",
         "classes": "batch:2",
         "live_share": "0.5",
+        "gateway_listen": "127.0.0.1:1",
+        "gateway_keys": "sk-0123456789abcdef:acme",
+        "gateway_max_body": "2048",
+        "gateway_max_file": "2048",
     }.get(option.name, by_type[option.type])
     if option.section == "streams" and option.type is int and option.name != "streams_replicas":
         text = str(2 * 1024 * 1024)

@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from inferbus.schemas.subjects import Kind
 from inferbus.workers.batch.copies import Copy, restore
 from inferbus.workers.batch.errors import BatchChanged, BatchHeld, InvalidBatch
 from inferbus.workers.batch.lines import Expected, Problem
@@ -21,6 +22,9 @@ from inferbus.workers.batch.submitter import Report, Submitter
 from inferbus.workers.batch.template import Template
 from inferbus.workers.batch.validation import Validation, validate
 from inferbus.workers.client.client import Client
+
+CONTENT: Final = "content"
+"""What the bytes of an uploaded file are called on the server."""
 
 SHOWN: Final = 20
 """Problems that an error's message names."""
@@ -143,15 +147,87 @@ async def proceed(
 
 async def _fetched(client: Client, record: Record) -> Path:
     """The input as the server has it, as a batch file beside the output."""
+    path = Path(f"{record.output}.input.jsonl")
+    if record.input_file:
+        await restore(Copy(client.bus, record.owner, record.input_file, CONTENT), path)
+        return path
     if record.input_copied != record.source.digest:
         raise BatchChanged(
             f"the input of batch {record.id} is not here, nor on the server as a whole: "
             f"it was {record.source.path}; --input says where it is now"
         )
-    path = Path(f"{record.output}.input.jsonl")
     copy = Copy(client.bus, record.owner, record.id, record.input_name)
     await restore(copy, path)
     return path
+
+
+async def register(
+    client: Client, file: str, kind: Kind, *, window: float | None, metadata: dict[str, str]
+) -> Kept:
+    """Registers a batch whose input is on the server; `admit` checks it, wherever it is run.
+
+    Args:
+        client: Connected; its owner is the batch's.
+        file: The input's id.
+        kind: Of its requests.
+        window: Seconds after which the batch expires; None: never.
+        metadata: Of the caller.
+    """
+    record = Record(
+        id=f"batch_{secrets.token_hex(12)}",
+        owner=client.owner,
+        kind=kind,
+        model="",
+        source=Source(path="", size=0, modified=0, lines=0, digest=""),
+        output="",
+        errors="",
+        window=window,
+        shared=True,
+        replies=secrets.token_hex(11),
+        input_file=file,
+        metadata=metadata,
+    )
+    record.stamps = {"created_at": int(time.time())}
+    sequence = await Batches(client.bus, client.owner).save(record, 0)
+    return Kept(record=record, sequence=sequence)
+
+
+async def admit(client: Client, kept: Kept, output: Path) -> Begun | None:
+    """Checks the input of a batch that is registered, before it is run; None: it has failed.
+
+    Args:
+        client: Connected; its owner is the batch's.
+        kept: Its record.
+        output: Where the output is to be, the error file beside it.
+
+    Raises:
+        BatchHeld: Another process has taken it meanwhile.
+        InvalidRequest: The input cannot be read.
+        BusUnavailable: JetStream does not answer.
+    """
+    record = kept.record
+    _, output, errors = _paths(output, Options(output=output))
+    record.output, record.errors = str(output), str(errors)
+    source = await _fetched(client, record)
+    validation = await _validated(source, Expected(kind=record.kind), None)
+    record.source = _source(source, validation, None)
+    if validation.problems or validation.expected.model is None:
+        await fail(client, kept, validation.problems[:SHOWN])
+        return None
+    record.model = validation.expected.model
+    return Begun(kept=kept)
+
+
+async def fail(client: Client, kept: Kept, problems: list[Problem]) -> None:
+    """Ends a batch that cannot be run.
+
+    Raises:
+        BatchHeld: Another process has taken it meanwhile.
+    """
+    record = kept.record
+    record.problems, record.holder = problems, None
+    record.enter("failed", time.time())
+    await Batches(client.bus, client.owner).save(record, kept.sequence)
 
 
 async def run(

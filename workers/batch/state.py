@@ -116,6 +116,9 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
         copied: Bytes of its files that are on the server, at least, by their names there.
         input_copied: The digest of the input that is on the server as a whole.
         retries: How often failed lines were run again: each time begins an error file.
+        input_file: Of a batch that came over HTTP, the id of its input; gateways run it. Its output is on the
+            server alone.
+        metadata: Of the caller.
     """
 
     id: str
@@ -147,11 +150,18 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     copied: dict[str, int] = {}
     input_copied: str = ""
     retries: int = 0
+    input_file: str = ""
+    metadata: dict[str, str] = {}
 
     @property
     def copy_names(self) -> dict[str, str]:
         """What its files are called on the server, by their paths here."""
-        return {self.output: "output", self.errors: f"errors-{self.retries}"}
+        return {self.output: "output", self.errors: self.error_name}
+
+    @property
+    def error_name(self) -> str:
+        """What its error file is called on the server."""
+        return f"errors-{self.retries}"
 
     @property
     def input_name(self) -> str:
@@ -180,11 +190,11 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
             "endpoint": URLS[self.kind],
             "model": self.model,
             "errors": {"object": "list", "data": errors} if errors else None,
-            "input_file_id": self.source.path,
-            "completion_window": None if self.window is None else f"{self.window:g}s",
+            "input_file_id": self.input_file or self.source.path,
+            "completion_window": None if self.window is None else _window(self.window),
             "status": self.status,
-            "output_file_id": self.output if self.counts.succeeded else None,
-            "error_file_id": self.errors if self.counts.ended > self.counts.succeeded else None,
+            "output_file_id": self._file_id(self.output, "output", counts.succeeded),
+            "error_file_id": self._file_id(self.errors, self.error_name, counts.ended - counts.succeeded),
             "created_at": created,
             "expires_at": None if self.window is None or created is None else int(created + self.window),
             **{f"{name}_at": self.stamps.get(f"{name}_at") for name in names},
@@ -199,8 +209,14 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
                 "expired": counts.expired,
             },
             "usage": self.usage.openai(),
-            "metadata": None,
+            "metadata": self.metadata or None,
         }
+
+    def _file_id(self, path: str, name: str, lines: int) -> str | None:
+        """Where a file of the output is; None: it has no lines, or is not to be had yet."""
+        if self.input_file:
+            return f"file-{self.id}-{name}" if self.status in ENDED and self.copied.get(name) else None
+        return path if lines else None
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
@@ -308,6 +324,11 @@ class Batches:
 
     def _subject(self, batch: str, key: str = "state") -> str:
         return layout.batch_key(self._bus.subjects, self._owner, batch, key)
+
+
+def _window(seconds: float) -> str:
+    hours = seconds / 3600
+    return f"{hours:g}h" if hours.is_integer() else f"{seconds:g}s"
 
 
 def _kept(stored: Stored | None) -> Kept | None:

@@ -681,7 +681,7 @@ class Submitter:
     async def _copy_input(self) -> None:
         """Copies the input as a batch file, unless it has been copied as a whole."""
         record = self.record
-        if not record.shared or record.input_copied == record.source.digest:
+        if not record.shared or record.input_file or record.input_copied == record.source.digest:
             return
         copy = Copy(self._bus, record.owner, record.id, record.input_name)
         pieces = batch_file(Path(record.source.path), record.source.mapping, await copy.find_end())

@@ -15,6 +15,7 @@ from inferbus.workers.cli.text import tolerate_encodings
 _COMMANDS: Final = {
     "up": "serve",
     "worker": "serve",
+    "gateway": "gateway",
     "chat": "ask",
     "complete": "ask",
     "tokens": "ask",

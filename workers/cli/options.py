@@ -14,7 +14,7 @@ from inferbus.workers.config import ConfigError, Option, Settings, options, reso
 F = TypeVar("F", bound=Callable[..., Any])
 
 CONFIG_ENV: Final = "INFERBUS_CONFIG"
-_TITLES: Final = {"bus": "NATS", "worker": "Worker", "streams": "Streams"}
+_TITLES: Final = {"bus": "NATS", "worker": "Worker", "streams": "Streams", "gateway": "Gateway"}
 
 
 class SettingOption(click.Option):

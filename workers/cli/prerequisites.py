@@ -40,6 +40,15 @@ def check_worker(*, scripted: bool, tracing: bool = False) -> None:
     require(*_EVERY_WORKER, "sglang", "nixl", extra="gpu")
 
 
+def check_gateway() -> None:
+    """Checks that the HTTP gateway can run here.
+
+    Raises:
+        CommandFailed: Packages are missing; names the extra that has them.
+    """
+    require("starlette", "uvicorn", "python_multipart", "prometheus_client", extra="gateway")
+
+
 def check_demo_model() -> None:
     """Checks that the demo model can be converted.
 

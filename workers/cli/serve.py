@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -16,9 +18,9 @@ import click
 from inferbus.schemas.fleet import Role
 from inferbus.schemas.subjects import escape
 from inferbus.workers.cli.options import CONFIG_ENV, Command, settings_of, settings_options
-from inferbus.workers.cli.prerequisites import check_demo_model, check_worker
+from inferbus.workers.cli.prerequisites import check_demo_model, check_gateway, check_worker
 from inferbus.workers.cli.running import EXIT_FAILED, run_coroutine
-from inferbus.workers.config import WorkerSettings, options
+from inferbus.workers.config import Settings, options
 from inferbus.workers.observe import logs
 
 if TYPE_CHECKING:
@@ -73,28 +75,31 @@ def worker(role: Role, scripted: Path | None, engine_flags: tuple[str, ...], **o
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Replay a script instead of running SGLang.",
 )
+@click.option("--no-gateway", is_flag=True, help="Without the HTTP gateway.")
 @click.argument("engine_flags", nargs=-1, type=click.UNPROCESSED, metavar="[SGLANG FLAGS]...")
-@settings_options("worker", "streams")
+@settings_options("worker", "streams", "gateway")
 def up(**flags: Any) -> int:
-    """Run NATS and both workers on this machine.
+    """Run NATS, both workers and the HTTP gateway on this machine.
 
-    A server with JetStream, a prefill worker and a decode worker, until Ctrl-C. Every flag of SGLang's server
-    passes through unchanged to both workers, and so do their settings. With --metrics-port P, the second
-    worker takes P + 1.
+    A server with JetStream, a prefill worker, a decode worker and OpenAI's API, until Ctrl-C. Every flag of
+    SGLang's server passes through unchanged to both workers, and so do their settings. With --metrics-port P,
+    the second worker takes P + 1.
     """
     from inferbus.workers.stack.errors import StackError
 
     if flags["mps"] and flags["aggregated"]:
         raise click.UsageError("--mps is for two workers that share a GPU; --aggregated starts one")
-    settings, env = _worker_settings(flags)
+    settings, env, gateway_env = _settings(flags)
     if flags["scripted"] is not None and flags["engine_flags"]:
         raise click.UsageError(f"scripted workers take no SGLang flags: {_names(flags['engine_flags'])}")
-    check_worker(scripted=flags["scripted"] is not None, tracing=settings.tracing)
+    check_worker(scripted=flags["scripted"] is not None, tracing=settings.worker.tracing)
     if flags["model_path"] is None and flags["scripted"] is None:
         check_demo_model()
+    if not flags["no_gateway"]:
+        check_gateway()
     logs.configure(level="ERROR", format="text")
     try:
-        return run_coroutine(lambda: _up(settings, env, **flags))
+        return run_coroutine(lambda: _up(settings, env, gateway_env, **flags))
     except StackError as error:
         click.echo(f"inferbus: {error}", err=True)
         return EXIT_FAILED
@@ -105,28 +110,38 @@ def _names(flags: tuple[str, ...]) -> str:
     return " ".join(flag.partition("=")[0] for flag in flags if flag.startswith("-")) or "a value"
 
 
-def _worker_settings(flags: dict[str, Any]) -> tuple[WorkerSettings, dict[str, str | None]]:
-    """The workers' settings, and the variables that pass the given options on; removes them from `flags`."""
+def _settings(flags: dict[str, Any]) -> tuple[Settings, dict[str, str | None], dict[str, str | None]]:
+    """The settings, and the variables that pass the given options on to workers and gateway.
+
+    Removes them from `flags`.
+    """
     if flags["worker"] is not None:
         raise click.UsageError("--worker names one worker, and there are several")
+    env, gateway_env = _passed(flags, "worker", "streams"), _passed(flags, "gateway")
+    return settings_of(flags), env, gateway_env
+
+
+def _passed(flags: dict[str, Any], *sections: str) -> dict[str, str | None]:
     env: dict[str, str | None] = {}
-    for option in options("worker", "streams"):
+    for option in options(*sections):
         if (value := flags[option.name]) not in (None, ()):
             env[option.env] = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
     if flags["config"] is not None:
         env[CONFIG_ENV] = str(flags["config"].absolute())
-    return settings_of(flags).worker, env
+    return env
 
 
 async def _up(
-    settings: WorkerSettings,
+    settings: Settings,
     env: dict[str, str | None],
+    gateway_env: dict[str, str | None],
     model_path: str | None,
     port: int,
     aggregated: bool,
     mps: bool,
     directory: Path | None,
     scripted: Path | None,
+    no_gateway: bool,
     engine_flags: tuple[str, ...],
 ) -> int:
     from inferbus.workers.stack.flags import placement
@@ -134,7 +149,7 @@ async def _up(
     from inferbus.workers.stack.mps import Mps
 
     place = await asyncio.to_thread(placement, shared=mps)
-    name = settings.model or ("scripted" if scripted else _short(model_path) if model_path else DEMO)
+    name = settings.worker.model or ("scripted" if scripted else _short(model_path) if model_path else DEMO)
     if model_path is None and scripted is None:
         model_path = str(await asyncio.to_thread(_demo_model))
     roles: tuple[Role, ...] = ("both",) if aggregated else ("prefill", "decode")
@@ -147,8 +162,10 @@ async def _up(
         flags=["--enable-cache-report", *(() if _sized(engine_flags) else place.flags)],
         role_flags={role: [*place.role_flags.get(role, ()), *engine_flags] for role in roles},
         env={**env, **place.env, **(service.env if service else {})},
-        metrics_port=settings.metrics_port,
+        metrics_port=settings.worker.metrics_port,
         scripted=scripted,
+        gateway=None if no_gateway else settings.gateway.listen,
+        gateway_env=gateway_env,
         directory=directory,
         port=port,
         report=lambda line: click.echo(line, err=True),
@@ -189,9 +206,21 @@ def _greeting(stack: LocalStack) -> str:
             f"  {_program()} chat --nats-url {stack.url} --temperature 0 '{QUESTION}'",
             f"  nats -s {stack.url} request --timeout 60s {request} "
             f"""'{{"messages": [{{"role": "user", "content": "{QUESTION}"}}], "temperature": 0}}'""",
+            *_over_http(stack),
             "Ctrl-C stops it",
         ]
     )
+
+
+def _over_http(stack: LocalStack) -> list[str]:
+    if stack.gateway_url is None:
+        return []
+    asked = {"model": stack.model, "messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
+    return [
+        f"  curl {stack.gateway_url}/v1/chat/completions -H 'Content-Type: application/json' "
+        f"-d {shlex.quote(json.dumps(asked))}",
+        f"  a browser: {stack.gateway_url}/",
+    ]
 
 
 def _program() -> str:

@@ -12,7 +12,7 @@ from inferbus.workers.config import Option, Settings, options
 
 
 @click.command(cls=Command)
-@settings_options("bus", "worker", "streams")
+@settings_options("bus", "worker", "streams", "gateway")
 def config(**flags: Any) -> int:
     """Print the settings as they are resolved.
 

@@ -8,7 +8,14 @@ from __future__ import annotations
 from inferbus.workers.client.assembler import FinalStatus, Restarted
 from inferbus.workers.client.client import Client
 from inferbus.workers.client.durable import JobStream
-from inferbus.workers.client.errors import AnswerLost, ConnectionLost, JobNotFound, TimedOut, WorkerLost
+from inferbus.workers.client.errors import (
+    AnswerLost,
+    ConnectionLost,
+    JobIdUsed,
+    JobNotFound,
+    TimedOut,
+    WorkerLost,
+)
 from inferbus.workers.client.jobs import Job
 from inferbus.workers.client.live import LiveStream
 from inferbus.workers.client.messages import Answer, Chunk, Result
@@ -24,6 +31,7 @@ __all__ = [
     "ConnectionLost",
     "FinalStatus",
     "Job",
+    "JobIdUsed",
     "JobNotFound",
     "JobStream",
     "LiveStream",

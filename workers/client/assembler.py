@@ -24,6 +24,7 @@ from inferbus.schemas.errors import InferbusError
 from inferbus.schemas.headers import Status
 from inferbus.workers.client.deltas import AnswerSoFar, DeliveredPrefix, Diverged, to_chunks
 from inferbus.workers.client.messages import (
+    Answer,
     AnswerMessage,
     Chunk,
     ChunkMessage,
@@ -131,6 +132,12 @@ class Assembler:
         return self.final_status is not None or (
             newest is not None and (newest.whole is not None or newest.failure is not None)
         )
+
+    @property
+    def whole(self) -> Answer | None:
+        """The answer as the worker sent it, where it came in one piece."""
+        newest = self._attempts.get(self._newest)
+        return None if newest is None or newest.whole is None else newest.whole.answer
 
     @property
     def missing(self) -> bool:

@@ -34,7 +34,14 @@ from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.client.bulk import answers
 from inferbus.workers.client.durable import JobStream
-from inferbus.workers.client.jobs import Job, find_job, message_id, publish_cancel, publish_job
+from inferbus.workers.client.jobs import (
+    Job,
+    find_job,
+    message_id,
+    publish_cancel,
+    publish_job,
+    submitted_earlier,
+)
 from inferbus.workers.client.live import LiveStream
 from inferbus.workers.client.messages import Answer, Result
 from inferbus.workers.client.models import serving
@@ -194,6 +201,30 @@ class Client:
         body = {"token_ids": list(token_ids), **params}
         return self._live(model, "tokens", body, _Options(job_id, deadline, timeout, traceparent))
 
+    def request(
+        self,
+        kind: Kind,
+        model: str,
+        body: Mapping[str, Any],
+        *,
+        job_id: str | None = None,
+        deadline: Deadline | None = None,
+        timeout: float | UnsetType | None = UNSET,
+        traceparent: str | None = None,
+    ) -> LiveStream[Any]:
+        """Sends a body as it is; `chat`, `complete` and `tokens` build it from arguments.
+
+        Args:
+            kind: `chat`, `completions` or `tokens`.
+            model: The served model name.
+            body: The request, as that kind defines it; values may be `msgspec.Raw`.
+            job_id: As for `chat`, like all that follow.
+            deadline: See there.
+            timeout: See there.
+            traceparent: See there.
+        """
+        return self._live(model, kind, dict(body), _Options(job_id, deadline, timeout, traceparent))
+
     def map(
         self,
         kind: Kind,
@@ -292,6 +323,7 @@ class Client:
         deadline: Deadline | None = None,
         stream: bool = True,
         again: bool = False,
+        once: bool = False,
         traceparent: str | None = None,
     ) -> Job:
         """Submits a durable job: stored when this returns, and finished exactly once from then on.
@@ -308,10 +340,13 @@ class Client:
             stream: Whether chunks are wanted beside the result.
             again: Submit a request that was submitted before under its id as a new submission, within that
                 window as well.
+            once: Beyond that window as well: return the job of this id that is queued, or whose result is
+                stored. It costs two more questions to the server.
             traceparent: W3C trace context.
 
         Raises:
             InvalidRequest: A value cannot be sent as JSON or MessagePack; nothing was sent.
+            JobIdUsed: With `once`: the stored result of this id is another request's; nothing was sent.
             PayloadTooLarge: Over the server's limit; nothing was sent.
             Overloaded: The queue is full, or this owner's part of it; try again later.
             ModelNotFound: Nobody has ever served jobs of this model; names those that are served.
@@ -325,6 +360,10 @@ class Client:
         message_headers[headers.MSG_ID] = (
             secrets.token_hex(16) if again else message_id(job, subject, self.content_type, data)
         )
+        if once:
+            earlier = await submitted_earlier(self.bus, self.owner, job, message_headers[headers.MSG_ID])
+            if earlier is not None:
+                return earlier
         ack = await publish_job(self.bus, subject, data, message_headers)
         return Job(id=job, owner=self.owner, submission=ack.sequence, model=model, duplicate=ack.duplicate)
 

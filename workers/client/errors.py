@@ -33,3 +33,9 @@ class JobNotFound(CallerError):
     """No job of this id is queued, and no result of one is stored."""
 
     code = "job_not_found"
+
+
+class JobIdUsed(CallerError):
+    """A job id names another request already."""
+
+    code = "job_id_used"

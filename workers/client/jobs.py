@@ -25,7 +25,7 @@ from inferbus.workers.bus.interface import PubAck
 from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.bus.jetstream.objects import Objects
-from inferbus.workers.client.errors import JobNotFound
+from inferbus.workers.client.errors import JobIdUsed, JobNotFound
 from inferbus.workers.client.messages import submission_of
 from inferbus.workers.client.models import serving
 from inferbus.workers.client.reads import Unreadable, submissions
@@ -158,6 +158,32 @@ async def find_job(bus: Bus, owner: str, job: str, submission: int | None = None
         which = job if submission is None else f"{job}, submission {submission},"
         raise JobNotFound(f"there is no job {which} of the owner {owner}: neither queued nor ended")
     return handle if submission else msgspec.structs.replace(handle, submission=ended)
+
+
+async def submitted_earlier(bus: Bus, owner: str, job: str, message: str) -> Job | None:
+    """The job that a request was submitted as before, queued or ended; None: it was not, as far as is known.
+
+    Args:
+        bus: The connection.
+        owner: Whose job.
+        job: Its id.
+        message: The request's `message_id`.
+
+    Raises:
+        JobIdUsed: The stored result of this id is another request's.
+        BusUnavailable: The server did not answer.
+    """
+    handle = Job(id=job, owner=owner, duplicate=True)
+    stored = await JetStream(bus).last(layout.RESULTS, bus.subjects.result(owner, job))
+    if stored is not None and not stored.forwarded and handle.matches(stored.headers):
+        if stored.headers.get(headers.MESSAGE_ID) != message:
+            raise JobIdUsed(f"the job id {job} was used for another request", param="job_id")
+        return msgspec.structs.replace(handle, submission=submission_of(stored.headers))
+    try:
+        queued = await submissions(bus, owner, job, 1)
+    except Unreadable:
+        return None
+    return msgspec.structs.replace(handle, submission=queued[-1].sequence) if queued else None
 
 
 async def _ended(bus: Bus, handle: Job) -> int | None:

@@ -115,7 +115,7 @@ class AnswerStream(abc.ABC, Generic[E]):
             raise self._problem or Cancelled("the stream was closed before its end")
         if self.final_status.error is not None:
             raise self.final_status.error
-        return to_answer(self._assembler.delivered)
+        return self._assembler.whole or to_answer(self._assembler.delivered)
 
     def __await__(self) -> Generator[Any, None, Answer]:
         return self.answer().__await__()

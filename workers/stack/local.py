@@ -47,6 +47,8 @@ GRACE: Final = 30.0
 STOP_MARGIN: Final = 15.0
 """Seconds that a worker may take beside finishing its requests: to stop its engine, on a busy machine."""
 
+GATEWAY_TIMEOUT: Final = 60.0
+
 PORTS: Final = range(20_000, 30_000)
 
 Report = Callable[[str], None]
@@ -67,11 +69,18 @@ class LocalStack:
         metrics_port: Port for the metrics of the first worker; each further one takes the next. 0: free ones;
             None: no metrics.
         scripted: A script to replay instead of running SGLang; `model_path` is not used then.
+        gateway: Address and port of an HTTP gateway, port 0: a free one; None: no gateway.
+        gateway_env: Variables for the gateway; None takes one away.
         directory: For logs and streams; temporary by default.
         port: NATS port; 0 takes a free one.
         ready_timeout: Seconds for the workers to load.
         grace: Seconds for running requests when the stack ends.
         report: Called with a line for each part that is ready.
+
+    Attributes:
+        server: The NATS server.
+        workers: By name.
+        gateway_url: Of the gateway, once it listens.
     """
 
     def __init__(
@@ -86,6 +95,8 @@ class LocalStack:
         env: Mapping[str, str | None] | None = None,
         metrics_port: int | None = None,
         scripted: Path | None = None,
+        gateway: str | None = None,
+        gateway_env: Mapping[str, str | None] | None = None,
         directory: Path | None = None,
         port: int = 0,
         ready_timeout: float = READY_TIMEOUT,
@@ -96,6 +107,7 @@ class LocalStack:
         self.directory = directory or Path(tempfile.mkdtemp(prefix="inferbus-"))
         self.server = NatsServer(self.directory / "nats", port=port)
         self.workers: dict[str, Child] = {}
+        self.gateway_url: str | None = None
         self._temporary = directory is None
         self._model_path = model_path
         self._roles = roles
@@ -105,6 +117,8 @@ class LocalStack:
         self._env = env or {}
         self._metrics_port = metrics_port
         self._scripted = scripted
+        self._gateway = gateway
+        self._gateway_env = gateway_env or {}
         self._ready_timeout = ready_timeout
         self._report = report or _silent
         self._grace = grace
@@ -145,6 +159,8 @@ class LocalStack:
             await self._exit.enter_async_context(self.server)
             self._report(f"NATS server with JetStream at {self.url}")
             await self._exit.enter_async_context(self._children)
+            if self._gateway is not None:
+                await self._start_gateway(self._gateway)
             started = time.monotonic()
             ports = free_ports(len(self._roles))
             for role, flags, port in zip(self._roles, self._own_flags, ports, strict=True):
@@ -182,12 +198,32 @@ class LocalStack:
         self.workers[name] = self._children.add(child)
         return name
 
-    def _environment(self, worker: str) -> dict[str, str | None]:
-        """The environment of a worker, without inherited settings of other NATS servers."""
+    async def _start_gateway(self, listen: str) -> None:
+        """Starts the gateway, first of all: an address that is taken is told before engines load."""
+        host, _, port = listen.rpartition(":")
+        address = f"{host}:{free_ports(1)[0]}" if port == "0" else listen
+        env = {**self._bus(), **self._gateway_env, f"{ENVIRONMENT}GATEWAY_LISTEN": address}
+        log = self.directory / "gateway.log"
+        child = await spawn("gateway", [*PROGRAM, "gateway"], log=log, env=env)
+        self._children.add(child)
+        url = f"http://{address}"
+
+        async def listening() -> bool:
+            return any(line == f"listening on {url}" for line in child.tail())
+
+        await child.until(listening, timeout=GATEWAY_TIMEOUT)
+        self.gateway_url = url
+        self._report(f"OpenAI's API at {url}/v1")
+
+    def _bus(self) -> dict[str, str | None]:
+        """The variables that lead to this server, and to no other that is inherited."""
         inherited = dict.fromkeys(name for name in os.environ if name.startswith(f"{ENVIRONMENT}NATS_"))
+        return {**inherited, f"{ENVIRONMENT}NATS_URL": self.url}
+
+    def _environment(self, worker: str) -> dict[str, str | None]:
+        """The environment of a worker."""
         return {
-            **inherited,
-            f"{ENVIRONMENT}NATS_URL": self.url,
+            **self._bus(),
             f"{ENVIRONMENT}WORKER": worker,
             f"{ENVIRONMENT}SERVED_MODEL": self.model,
             f"{ENVIRONMENT}GRACE": str(self._grace),

@@ -76,7 +76,14 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
 def test_every_setting_is_an_option_of_a_worker(capsys: pytest.CaptureFixture[str]) -> None:
     main(["worker", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    for option in options():
+    for option in options("bus", "worker", "streams"):
+        assert f"{option.flag} " in shown
+
+
+def test_every_setting_is_an_option_of_a_gateway(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["gateway", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for option in options("bus", "gateway"):
         assert f"{option.flag} " in shown
         assert option.env in shown
 

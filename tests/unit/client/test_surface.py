@@ -10,6 +10,6 @@ def test_the_public_surface_is_what_it_was() -> None:
     assert client.__all__ == sorted(client.__all__)
     assert all(hasattr(client, name) for name in client.__all__)
     assert " ".join(client.__all__) == (
-        "Answer AnswerLost AnswerStream Chunk Client ConnectionLost FinalStatus Job JobNotFound JobStream "
-        "LiveStream Restarted Result Stats TimedOut WorkerLost text"
+        "Answer AnswerLost AnswerStream Chunk Client ConnectionLost FinalStatus Job JobIdUsed JobNotFound "
+        "JobStream LiveStream Restarted Result Stats TimedOut WorkerLost text"
     )

@@ -1,0 +1,124 @@
+"""Runs the gateway: its connection to NATS, its HTTP server, and their end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import structlog
+import uvicorn
+
+from inferbus.schemas.errors import InferbusError
+from inferbus.workers.client import Client
+from inferbus.workers.config import GatewaySettings, Settings
+from inferbus.workers.gateway.app import Gateway
+from inferbus.workers.gateway.keys import ANYBODY, Keys
+
+log = structlog.get_logger()
+
+REFRESH_EVERY: Final = 2.0
+"""Seconds between two looks at the file of keys."""
+
+BACKLOG: Final = 2048
+
+
+class Unserved(InferbusError):
+    """The gateway cannot listen where its settings say."""
+
+    code = "unserved"
+
+
+async def run(settings: Settings, stop: asyncio.Event, *, listening: Callable[[str], None]) -> None:
+    """Serves until `stop` is set, then lets open requests finish.
+
+    Args:
+        settings: Of the gateway and of its connection.
+        stop: Set from outside.
+        listening: Called with the URL once requests are answered.
+
+    Raises:
+        ConfigError: The keys cannot be used.
+        Unserved: It cannot listen there.
+        BusUnavailable: NATS does not answer, or the connection ended for good.
+    """
+    keys = Keys(settings.gateway)
+    with _listener(settings.gateway) as listener:
+        async with Client.connect(settings.bus, owner=ANYBODY, name="inferbus gateway") as client:
+            gateway = Gateway(client, settings.gateway, keys)
+            server = _Server(
+                uvicorn.Config(
+                    gateway.app,
+                    lifespan="off",
+                    ws="none",
+                    log_config=None,
+                    access_log=False,
+                    server_header=False,
+                    timeout_graceful_shutdown=round(settings.gateway.grace),
+                )
+            )
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            watching = asyncio.create_task(_refresh(keys))
+            batches = asyncio.create_task(gateway.runner.look())
+            ending = [asyncio.create_task(event.wait()) for event in (stop, client.bus.closed)]
+            try:
+                url = _url(listener)
+                log.info("gateway.listening", url=url, keys=keys.required)
+                listening(url)
+                await asyncio.wait([serving, *ending], return_when=asyncio.FIRST_COMPLETED)
+                gateway.draining = server.should_exit = True
+                await serving
+            finally:
+                for task in (serving, watching, batches, *ending):
+                    task.cancel()
+                await asyncio.gather(serving, watching, batches, *ending, return_exceptions=True)
+            if client.bus.failure is not None:
+                raise Unserved(f"the connection to NATS is closed: {client.bus.failure}")
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which leaves signals to its caller."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _refresh(keys: Keys) -> None:
+    while True:
+        await asyncio.sleep(REFRESH_EVERY)
+        await asyncio.to_thread(keys.refresh)
+
+
+@contextlib.contextmanager
+def _listener(settings: GatewaySettings) -> Iterator[socket.socket]:
+    host, port = settings.address
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = found[0]
+        listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise Unserved(f"--gateway-listen: cannot listen on {settings.listen}: {error.strerror}") from None
+    with listener:
+        yield listener
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Forward(logging.Handler):
+    """What uvicorn logs, among our own events."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        log.debug("gateway.http", level=record.levelname, message=record.getMessage())
+
+
+def quiet() -> None:
+    """Puts uvicorn's log among ours: a caller that leaves is no error of the server's."""
+    logger = logging.getLogger("uvicorn")
+    logger.handlers, logger.propagate = [_Forward()], False
