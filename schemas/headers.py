@@ -66,6 +66,10 @@ CONTINUES: Final = "Infer-Continues"
 BEGUN: Final = "Infer-Begun"
 """Beside a job's result: how many attempts at it began, and were not given up in order."""
 
+RESUME: Final = "Infer-Resume"
+"""On a live request: a random text, for which its worker keeps what it sends, to send it again. On a question
+to `infer.alive.live.<job>`: the same text."""
+
 READ: Final = "Infer-Read"
 """On a request to `infer.read.<owner>.<job>`: see `Readable`."""
 
@@ -73,10 +77,12 @@ REMOVE: Final = "Infer-Remove"
 """On a request to `infer.remove.<owner>.<name>`: see `Removable`."""
 
 FROM: Final = "Infer-From"
-"""On that request: the stream sequence to begin at."""
+"""On that request: the stream sequence to begin at. On a question with `Infer-Resume`: the number of the
+first message to be sent again. On its answer: that number, or a higher one where what is before is gone."""
 
 NEXT: Final = "Infer-Next"
-"""On the message that ends a page of stored messages: the stream sequence at which the next one begins."""
+"""On the message that ends a page of stored messages: the stream sequence at which the next one begins. On
+the answer to a question with `Infer-Resume`: how many messages were sent, the end mark counted."""
 
 PENDING: Final = "Infer-Pending"
 """On that message: how many stored messages there are beyond the page."""

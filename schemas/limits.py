@@ -33,6 +33,9 @@ VALUES: Final = 1_200_000
 SMALL_BODY: Final = 65_536
 """Bytes of a body that is decoded at once; a larger one is decoded beside the event loop."""
 
+RESUME_CHARS: Final = 128
+"""Longest `Infer-Resume`; an answer whose request has a longer one is not kept."""
+
 NAME_CHARS: Final = 64
 """How much of a name that a caller chose is repeated in messages."""
 

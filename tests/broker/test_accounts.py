@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import nats
 import pytest
 import pytest_asyncio
@@ -17,17 +18,28 @@ from inferbus.workers.bus.fleet.registry import Roster
 from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.bus.jetstream.provision import provision
-from inferbus.workers.client import Client
+from inferbus.workers.client import Client, text
 from inferbus.workers.config import BusSettings, StreamSettings
 from inferbus.workers.stack.errors import ProcessExited
 from inferbus.workers.stack.processes import Children
 from inferbus.workers.stack.server import NatsServer
+from tests.support.eventually import eventually
 from tests.support.fleet import MODEL, Fleet
+from tests.support.line import Line
 
 CONFIGURATION = Path(__file__).parents[2] / "deploy" / "nats" / "tenants.conf"
 TENANTS = ("acme", "globex")
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
-PARIS = 'tokenizer = true\n[[rules]]\ntext = "The capital of France is Paris."\n'
+SENTENCE = "The capital of France is Paris."
+PARIS = f"""
+tokenizer = true
+[[rules]]
+user = "slow"
+text = "{SENTENCE}"
+delay = 0.1
+[[rules]]
+text = "{SENTENCE}"
+"""
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -79,9 +91,33 @@ async def test_a_tenant_is_answered_live_by_a_stream_and_durably(server: NatsSer
         job = await client.submit("chat", MODEL, CHAT)
         result = await client.result(job, timeout=10)
         stored = [chunk async for chunk in client.stream(job)]
-    assert whole["choices"][0]["message"]["content"] == "The capital of France is Paris."
+    assert whole["choices"][0]["message"]["content"] == SENTENCE
     assert result.status == "ok"
     assert len(chunks) == len(stored) > 5
+
+
+async def test_a_tenants_live_answer_goes_on_when_its_connection_broke(server: NatsServer) -> None:
+    """The server forgets where it led with the connection: the rest goes where the question came from."""
+    line = Line(server)
+    await line.mend()
+    settings = msgspec.structs.replace(login(server, "acme"), urls=(line.url,))
+    async with Client.connect(settings, owner="acme", timeout=None) as client:
+        answers = [client.chat(MODEL, CHAT["messages"], user="slow") for _ in range(3)]
+        seen = ["" for _ in answers]
+
+        async def read(number: int) -> None:
+            async for chunk in answers[number]:
+                seen[number] += text(chunk)
+
+        reading = asyncio.gather(*map(read, range(len(answers))))
+        await eventually(lambda: all(len(each) > 3 for each in seen))
+        await line.cut()
+        await eventually(lambda: not client.bus.connected)
+        await line.mend()
+        async with asyncio.timeout(30):
+            await reading
+    assert seen == [SENTENCE] * 3
+    await line.cut()
 
 
 async def test_a_tenant_cannot_import_what_is_anothers(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ import asyncio
 import gc
 import itertools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
+from unittest.mock import ANY
 
 import msgspec
 import pytest
@@ -66,6 +67,7 @@ async def test_a_chat_streams_and_tells_who_served_it(client: Client, worker: Re
         "Infer-Job-Id": "j",
         "Content-Type": "application/json",
         "Infer-Deadline": "30.0",
+        "Infer-Resume": ANY,
     }
     await worker.answer(request.reply, "Par", "is")
     assert "".join([text(chunk) async for chunk in stream]) == "Paris"
@@ -254,8 +256,10 @@ async def test_an_error_raises_its_class_after_what_came_before_it(client: Clien
         await stream.answer()
 
 
-async def test_a_lost_chunk_is_told_at_once_and_never_a_hole(client: Client, worker: Responder) -> None:
-    stream = client.chat("m", HELLO, job_id="j")
+async def test_a_lost_chunk_that_nobody_has_is_told_and_never_a_hole(
+    client: Client, worker: Responder
+) -> None:
+    stream = client.chat("m", HELLO, job_id="j", timeout=0.5)
     reply = (await worker.request()).reply
     sent = chunks_of("a", "b", "c")
     await worker.send(reply, sent[0], sent[1], sent[3])
@@ -266,6 +270,85 @@ async def test_a_lost_chunk_is_told_at_once_and_never_a_hole(client: Client, wor
     assert (await worker.cancel()).subject == "infer.cancel.live.j"
     with pytest.raises(AnswerLost):
         await stream.answer()
+
+
+Say = dict[str, str]
+
+
+async def answering_questions(
+    worker: Responder, job: str, answer: Callable[[str | None], tuple[list[Any], Say]]
+) -> list[str | None]:
+    """Answers questions about a request with messages, then headers; returns their `Infer-From`."""
+    asked: list[str | None] = []
+
+    async def question(message: Msg) -> None:
+        fields = message.headers or {}
+        assert fields["Infer-Resume"]
+        asked.append(fields.get("Infer-From"))
+        again, said = answer(asked[-1])
+        await worker.send(message.reply, *again)
+        await worker.nc.publish(message.reply, b"", headers={"Infer-Worker": "d1", **said})
+
+    await worker.nc.subscribe(f"infer.alive.live.{job}", cb=question)
+    await worker.nc.flush()
+    return asked
+
+
+async def test_a_lost_chunk_is_asked_for_and_comes_in_its_place(client: Client, worker: Responder) -> None:
+    sent = chunks_of("a", "b", "c")
+    asked = await answering_questions(
+        worker, "j", lambda _number: (sent[2:4], {"Infer-From": "2", "Infer-Next": "4"})
+    )
+    stream = client.chat("m", HELLO, job_id="j")
+    reading = asyncio.ensure_future(stream.answer())
+    reply = (await worker.request()).reply
+    await worker.send(reply, *sent[:2], sent[3])
+    await eventually(lambda: asked)
+    await worker.send(reply, *sent[4:])
+    await worker.end(reply, len(sent))
+    assert await reading == chat_answer("abc")
+    assert asked == ["2"]
+
+
+async def test_an_end_that_got_lost_is_noticed_and_asked_for(
+    client: Client, worker: Responder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "ASK_AFTER", 0.05)
+    sent = chunks_of("a", "b", "c")
+
+    def answer(number: str | None) -> tuple[list[Any], Say]:
+        said = {"Infer-Next": str(len(sent))}
+        return ([], said) if number is None else (sent[int(number) :], said | {"Infer-From": number})
+
+    asked = await answering_questions(worker, "j", answer)
+    stream = client.chat("m", HELLO, job_id="j")
+    seen: list[str] = []
+    reading = asyncio.ensure_future(read_into(seen, stream))
+    reply = (await worker.request()).reply
+    await worker.send(reply, *sent[:3])
+    await eventually(lambda: len(asked) > 1)
+    await eventually(lambda: "".join(seen) == "abc")
+    await worker.end(reply, len(sent))
+    await reading
+    assert asked[-2:] == [None, "3"]
+
+
+@pytest.mark.parametrize(
+    "said", [{}, {"Infer-From": "3", "Infer-Next": "4"}], ids=["keeps nothing", "dropped"]
+)
+async def test_a_lost_chunk_that_its_worker_has_not_got_is_told_at_once(
+    client: Client, worker: Responder, said: Say
+) -> None:
+    sent = chunks_of("a", "b", "c")
+    await answering_questions(worker, "j", lambda _number: ([], said))
+    seen: list[str] = []
+    reading = asyncio.ensure_future(read_into(seen, client.chat("m", HELLO, job_id="j", timeout=1000)))
+    reply = (await worker.request()).reply
+    await worker.send(reply, *sent[:2], sent[3])
+    with pytest.raises(AnswerLost) as caught:
+        await reading
+    assert caught.value.retryable
+    assert "".join(seen) == "a"
 
 
 async def test_leaving_the_loop_early_cancels(client: Client, worker: Responder) -> None:
@@ -475,7 +558,7 @@ async def test_without_a_server_connecting_says_so() -> None:
 async def test_a_server_that_dies_in_mid_stream_never_leaves_a_hole(
     server: NatsServer, worker: Responder
 ) -> None:
-    async with Client.connect(server.url, timeout=10) as client:
+    async with Client.connect(server.url, timeout=5) as client:
         stream = client.chat("m", HELLO)
         reply = (await worker.request()).reply
         sent = chunks_of(*"abcdefgh")

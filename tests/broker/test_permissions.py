@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import pytest_asyncio
 
@@ -31,6 +32,8 @@ from inferbus.workers.stack.server import NatsServer
 from tests.support.batches import read, write
 from tests.support.eventually import eventually
 from tests.support.fleet import MODEL, Fleet
+from tests.support.line import Line
+from tests.support.responder import read_into
 from tests.support.users import OWNERS, WORKER, configuration, login
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -40,6 +43,10 @@ tokenizer = true
 user = "bad"
 [rules.fault]
 do = "fail"
+[[rules]]
+user = "slow"
+text = "The capital of France is Paris."
+delay = 0.1
 [[rules]]
 text = "The capital of France is Paris."
 """
@@ -125,6 +132,23 @@ async def test_a_client_does_everything_of_its_own_with_its_permissions(acme: Cl
     await acme.cancel(job)
     with pytest.raises(JobNotFound):
         await acme.find("nothing")
+
+
+async def test_a_live_answer_goes_on_with_a_clients_permissions(server: NatsServer) -> None:
+    line = Line(server)
+    await line.mend()
+    settings = msgspec.structs.replace(login(server, "acme"), urls=(line.url,))
+    async with Client.connect(settings, owner="acme", timeout=None) as client:
+        seen: list[str] = []
+        reading = asyncio.create_task(read_into(seen, client.chat(MODEL, CHAT["messages"], user="slow")))
+        await eventually(lambda: len("".join(seen)) > 3)
+        await line.cut()
+        await eventually(lambda: not client.bus.connected)
+        await line.mend()
+        async with asyncio.timeout(30):
+            await reading
+    assert "".join(seen) == PARIS
+    await line.cut()
 
 
 async def test_a_late_reader_gets_the_stored_chunks_from_a_worker(acme: Client) -> None:

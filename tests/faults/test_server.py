@@ -51,6 +51,28 @@ async def main() -> None:
 asyncio.run(main())
 """
 
+LIVE_READER = """
+import asyncio, sys
+from inferbus.schemas.errors import InferbusError
+from inferbus.workers.client import Client, text
+
+async def main() -> None:
+    async with Client.connect(sys.argv[1]) as client:
+        messages = [{"role": "user", "content": "Hi"}]
+        seen, how = "", "whole"
+        try:
+            async for event in client.chat("scripted", messages, max_tokens=int(sys.argv[2])):
+                if not seen:
+                    print("reading", flush=True)
+                seen += text(event)
+        except InferbusError as error:
+            how = f"{error.code} {error.retryable}"
+        letters = "abcdefghijklmnopqrstuvwxyz" * (len(seen) // 26 + 2)
+        print(how, len(seen) == int(sys.argv[2]), seen in letters, flush=True)
+
+asyncio.run(main())
+"""
+
 
 def body(tokens: int) -> dict[str, Any]:
     return {"token_ids": [1, 2], "max_tokens": tokens}
@@ -84,11 +106,7 @@ async def test_a_minute_without_the_server_under_load_costs_no_job_and_doubles_n
         assert result.answer.choices[0].token_ids == list(range(3, 3 + length))
     stored = await JetStream(client.bus).read("INFER_RESULTS", "infer.results.>")
     assert len(stored) == len(results)
-    # A live answer is delivered at most once: whole, or a clear error and no hole.
-    try:
-        assert await asking == list(range(3, 403))
-    except InferbusError as error:
-        assert error.retryable  # noqa: PT017
+    assert await asking == list(range(3, 403))
     await workers.idle(within=20)
 
 
@@ -155,4 +173,30 @@ async def test_a_reader_that_stood_still_and_was_cut_off_as_a_slow_consumer_miss
     finally:
         await reader.stop()
     assert log.read_text().splitlines()[-1] == f"{LETTERS} True"
+    assert "Slow Consumer" in (tmp_path / "nats" / "nats-server.log").read_text()
+
+
+@pytest.mark.parametrize("server", [IMPATIENT], indirect=True, ids=["impatient"])
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [(64, "whole True True"), (1, "connection_lost True False True")],
+    ids=["all is kept", "the newest MiB is kept"],
+)
+async def test_a_live_reader_that_was_cut_off_as_a_slow_consumer_goes_on_or_says_that_it_cannot(
+    workers: Fleet, server: NatsServer, tmp_path: Path, kept: int, said: str
+) -> None:
+    before = f"from inferbus.workers.jobs import retained\nretained.ANSWER_BYTES = {kept} * 1024 * 1024\n"
+    worker = await workers.start("both", TORRENT, before=before)
+    log = tmp_path / "reader.log"
+    command = [sys.executable, "-c", LIVE_READER, server.url, str(LETTERS)]
+    reader = await spawn("reader", command, log=log, cwd=Path.cwd())
+    try:
+        await eventually(lambda: "reading" in log.read_text(), within=30)
+        reader.send_signal(signal.SIGSTOP)
+        await eventually(lambda: workers.events(worker, "request.finished"), within=60)
+        reader.send_signal(signal.SIGCONT)
+        assert await asyncio.wait_for(reader.wait(), 60) == 0
+    finally:
+        await reader.stop()
+    assert log.read_text().splitlines()[-1] == said
     assert "Slow Consumer" in (tmp_path / "nats" / "nats-server.log").read_text()

@@ -150,6 +150,11 @@ class Assembler:
         return newest.end is not None and (newest.end.status != "ok" or newest.end.messages > self._seq)
 
     @property
+    def position(self) -> int:
+        """Number of the next message of the newest attempt: all before it have come."""
+        return self._seq if self._lineage is not None else 0
+
+    @property
     def older_attempt_ended(self) -> bool:
         """Whether an attempt before the newest has sent its end mark: then its result is the answer."""
         return self.final_status is None and any(

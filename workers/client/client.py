@@ -104,6 +104,7 @@ class Client:
         self._streams: weakref.WeakSet[AnswerStream[Any]] = weakref.WeakSet()
         self._tasks: set[asyncio.Task[None]] = set()
         self._watch = asyncio.create_task(self._end_streams())
+        bus.on_change(self._connection_changed)
 
     @staticmethod
     def connect(
@@ -492,6 +493,10 @@ class Client:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _connection_changed(self, connected: bool) -> None:
+        for stream in list(self._streams) if connected else ():
+            stream.reconnected()
 
     async def _end_streams(self) -> None:
         """Once the connection is closed for good."""

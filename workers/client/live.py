@@ -1,14 +1,17 @@
-"""Live answers. Nothing is stored: what is lost on the way cannot be read again, and is reported at once."""
+"""Live answers. Nothing is stored; what is lost on the way is kept by the worker for a while."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import secrets
 from collections import deque
 from collections.abc import Mapping
 from typing import Final, TypeVar
 
 import structlog
 
+from inferbus.schemas import headers
 from inferbus.schemas.errors import BusUnavailable, InferbusError
 from inferbus.schemas.subjects import LIVE_OWNER
 from inferbus.workers.bus.connection.bus import Bus
@@ -33,6 +36,9 @@ NO_RESPONDERS_PAUSES: Final = (0.05, 0.15, 0.3)
 DENIED_AFTER: Final = 1.0
 """Seconds of silence after which to check whether the server refused the request."""
 
+CONNECTED_AGAIN: Final = Message("", b"")
+"""Queued when the connection is back: what comes behind it may have been sent after it."""
+
 
 class LiveStream(AnswerStream[C]):
     """The answer to a live request. Closing it before its end cancels the request.
@@ -52,8 +58,16 @@ class LiveStream(AnswerStream[C]):
         self._retries = deque(NO_RESPONDERS_PAUSES)
         self._taker = ""
         self._reconnects = bus.reconnects
+        self._ask_after, self._ask_every = ASK_AFTER, ASK_EVERY
+        if timeout is not None:
+            self._ask_after, self._ask_every = min(ASK_AFTER, timeout / 2), min(ASK_EVERY, timeout / 4)
+        # Since when nothing came, or a message is missing.
+        self._since = self._next_question = self._clock()
+        self._gap = False
+        # Whether messages may be missing: questions then ask for them, too.
+        self._behind = False
 
-    def send(self, subject: str, data: bytes, headers: Mapping[str, str]) -> None:
+    def send(self, subject: str, data: bytes, fields: Mapping[str, str]) -> None:
         """Sends the request.
 
         Raises:
@@ -64,10 +78,21 @@ class LiveStream(AnswerStream[C]):
             if self._bus.closed.is_set():
                 why = self._bus.failure or "by its user"
                 raise BusUnavailable(f"the connection to NATS is closed: {why}")
-            self._request.send(subject, data, headers)
+            self._request.send(subject, data, fields)
         except InferbusError:
             self._close()
             raise
+
+    def reconnected(self) -> None:
+        """The connection is back: asks at once for what was missed, whether anybody reads now or not."""
+        if self._finalizer.alive and self.final_status is None:
+            self._arrived.put_nowait(CONNECTED_AGAIN)
+            self._behind = True
+            with contextlib.suppress(WorkerLost):
+                self._request.ask(self._assembler.position)
+            if self._cancelling:
+                # What was written last before the connection broke may be lost.
+                self._request.cancel()
 
     async def _more(self) -> None:
         await (self._end_mark() if self._assembler.complete else self._next_chunk())
@@ -81,8 +106,6 @@ class LiveStream(AnswerStream[C]):
             return
         self._request.forget_body()
         self._ready += self._take(message)
-        if self._assembler.missing:
-            raise self._lost()
 
     def _lost(self) -> AnswerLost:
         if self._reconnected:
@@ -114,43 +137,88 @@ class LiveStream(AnswerStream[C]):
         return [] if parsed is None else self._assembler.take(parsed)
 
     async def _next_message(self) -> Message:
-        """The next message; a long silence checks the permission and the worker.
+        """The next message of the answer.
 
-        While a worker says that it has the request, that is no silence.
+        The worker is asked after a long silence, when a message is missing, and when the connection is back.
+        While it says that it has the request, that is no silence.
         """
-        timeout = float("inf") if self._timeout is None else self._timeout
-        probe = LivenessProbe(self._bus, LIVE_OWNER, self.job)
-        began = self._clock()
-        next_ask, checked = began + min(ASK_AFTER, timeout / 2), False
-        try:
-            while True:
-                now = self._clock()
-                gives_up = max(began, probe.heard) + timeout
-                if now >= gives_up:
-                    if self._reconnected:
-                        raise self._lost()
-                    raise TimedOut(f"nothing came for {timeout:g} s{self._taker}")
-                if now >= next_ask:
-                    self._ask(probe)
-                    next_ask = now + min(ASK_EVERY, timeout / 4)
-                pause = min(next_ask, gives_up) - now
-                try:
-                    return await self._receive(pause if checked else min(pause, DENIED_AFTER))
-                except TimeoutError:
-                    checked = True
-                    self._check_permission()
-        finally:
-            probe.close()
+        now = self._clock()
+        if self._assembler.missing:
+            if not self._gap:
+                self._gap, self._behind, self._next_question = True, True, now
+        else:
+            self._since, self._gap = now, False
+            if not self._behind:
+                self._next_question = now + self._ask_after
+        checked = False
+        while True:
+            pause = None
+            if self._arrived.empty():
+                # Not before: what the client has received already is not missing.
+                pause = self._pause_after_question()
+                pause = pause if checked else min(pause, DENIED_AFTER)
+            try:
+                message = await self._receive(pause)
+            except TimeoutError:
+                checked = True
+                self._check_permission()
+                continue
+            if message is CONNECTED_AGAIN:
+                # It was asked when this was queued; an answer to an earlier question says nothing any more.
+                self._behind, self._next_question = True, self._clock() + self._ask_every
+            elif not self._request.answers_question(message):
+                return message
+            elif self._request.alive(message):
+                self._since = self._clock()
+                self._compare(message)
 
-    def _ask(self, probe: LivenessProbe) -> None:
+    def _pause_after_question(self) -> float:
+        """Asks if it is time to; returns the seconds after which to look again.
+
+        Raises:
+            InferbusError: It is time to give up.
+        """
+        now, timeout = self._clock(), self._timeout
+        gives_up = float("inf") if timeout is None else self._since + timeout
+        if now >= gives_up:
+            if self._gap or self._reconnected:
+                raise self._lost()
+            raise TimedOut(f"nothing came for {timeout:g} s{self._taker}")
+        if now >= self._next_question:
+            self._next_question = now + self._ask_every
+            self._ask()
+        return min(self._next_question, gives_up) - now
+
+    def _ask(self) -> None:
         try:
-            probe.ask()
+            may_ask = self._request.ask(self._assembler.position if self._behind else None)
         except WorkerLost:
-            if not self._reconnected:
+            if not self._gap and not self._reconnected:
                 raise
-            # Its worker may be without a connection still: the configured patience decides.
-            if self._timeout is None:
+            # After a reconnection its worker may be without one still: the configured patience decides.
+            if self._timeout is None or not self._reconnected:
                 raise self._lost() from None
+        else:
+            if self._gap and not may_ask:
+                raise self._lost()
+
+    def _compare(self, answer: Message) -> None:
+        """Compares what has come with what the worker has sent: all of that came before its answer."""
+        first = headers.number(answer.headers, headers.FROM)
+        sent = headers.number(answer.headers, headers.NEXT)
+        position = self._assembler.position
+        if sent is None:
+            # A worker that keeps nothing.
+            lost = self._gap
+        else:
+            lost = first is not None and first > position
+            if sent > position and not self._behind:
+                self._behind, self._next_question = True, self._clock()
+            elif sent <= position and first is not None:
+                # Nothing is missing: whatever happens from now on, no earlier loss of a connection caused it.
+                self._behind, self._reconnects = False, self._bus.reconnects
+        if lost:
+            raise self._lost()
 
     def _check_permission(self) -> None:
         """NATS reports a refused publish on the connection, and does not answer it."""
@@ -163,7 +231,7 @@ class LiveStream(AnswerStream[C]):
 
 
 class _Request:
-    """A live request and its reply subject.
+    """A live request, its reply subject, and the questions about it.
 
     Attributes:
         subject: Where it was sent; empty before.
@@ -175,12 +243,15 @@ class _Request:
         self.answered = False
         self._bus = bus
         self._job = job
+        self._callback = callback
         self._inbox = bus.inbox(callback)
+        self._token = secrets.token_hex(11)
+        self._probe: LivenessProbe | None = None
         self._body: tuple[bytes, Mapping[str, str]] | None = None
 
-    def send(self, subject: str, data: bytes, headers: Mapping[str, str]) -> None:
-        self._bus.send(subject, data, headers, reply=self._inbox.subject)
-        self.subject, self._body = subject, (data, headers)
+    def send(self, subject: str, data: bytes, fields: Mapping[str, str]) -> None:
+        self._bus.send(subject, data, {**fields, headers.RESUME: self._token}, reply=self._inbox.subject)
+        self.subject, self._body = subject, (data, fields)
 
     def repeat(self) -> None:
         """Sends it again: nobody has received it."""
@@ -191,9 +262,36 @@ class _Request:
         """It is not sent again."""
         self._body = None
 
+    def ask(self, missing: int | None) -> bool:
+        """Asks whether a worker has it.
+
+        Args:
+            missing: Asks also for its messages, from this number on.
+
+        Returns:
+            False: that is not permitted.
+
+        Raises:
+            WorkerLost: See `LivenessProbe.ask`.
+        """
+        if self._probe is None:
+            self._probe = LivenessProbe(self._bus, self._job, self._token, self._callback)
+        self._probe.ask(missing)
+        return self._probe.permitted
+
+    def answers_question(self, message: Message) -> bool:
+        """Whether a message answers a question, rather than the request; both may have the same subject."""
+        return self._probe is not None and self._probe.answered_by(message)
+
+    def alive(self, answer: Message) -> bool:
+        """Whether an answer to a question comes from a worker that has the request."""
+        return self._probe is not None and self._probe.alive(answer)
+
     def release(self) -> None:
         """Stops listening, and cancels the request if it is not answered."""
         self._inbox.close()
+        if self._probe is not None:
+            self._probe.close()
         if self.subject and not self.answered and not self._bus.closed.is_set():
             self.cancel()
 

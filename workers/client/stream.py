@@ -156,6 +156,9 @@ class AnswerStream(abc.ABC, Generic[E]):
         """Ends reading with an error: the connection is closed for good."""
         self._arrived.put_nowait(CLOSED)
 
+    def reconnected(self) -> None:
+        """The connection is back, and messages may have been lost meanwhile."""
+
     @abc.abstractmethod
     async def _more(self) -> None:
         """Waits for the next message, and appends the events that it makes available to `_ready`.

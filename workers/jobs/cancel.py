@@ -83,7 +83,7 @@ class Cancels:
     async def catch_up(self) -> None:
         """After NATS was away: ends the attempts whose cancel was missed meanwhile."""
         for scope in self._scopes:
-            while scope.stored is not None and scope in self._scopes.find(scope.key):
+            while scope in self._scopes.find(scope.key):
                 try:
                     if await self.aimed_at(scope):
                         end(scope)

@@ -15,6 +15,7 @@ from inferbus.schemas.headers import Continuation
 from inferbus.schemas.objects import ObjectRef, object_header
 from inferbus.workers.bus.interface import Broker
 from inferbus.workers.jobs.attempt import Attempt
+from inferbus.workers.jobs.retained import RetainedAnswer
 from inferbus.workers.jobs.split import halves
 
 _NO_FIELDS: Final[Mapping[str, Any]] = {}
@@ -43,6 +44,7 @@ class Reply:
             has no subscriber any more.
         probe_every: See `probe`.
         lost: Whether the job may belong to another worker by now.
+        retained: Keeps what is sent; None: nothing is kept.
 
     Attributes:
         served: As far as it is known.
@@ -59,9 +61,11 @@ class Reply:
         probe: str = "",
         probe_every: int = 16,
         lost: Callable[[], bool] = lambda: False,
+        retained: RetainedAnswer | None = None,
     ) -> None:
         self._broker = broker
         self._attempt = attempt
+        self._retained = retained
         self._probe = probe
         self._probe_every = probe_every
         self._lost = lost
@@ -140,7 +144,11 @@ class Reply:
             **served_headers(self._attempt, self.served),
             **object_header(apart),
         }
-        self._broker.send(self._attempt.reply, b"", fields)
+        if self._retained is None:
+            self._broker.send(self._attempt.reply, b"", fields)
+        else:
+            self._broker.send(self._retained.reply, b"", fields)
+            self._retained.end(fields)
 
     def _send(self, body: bytes) -> None:
         probe = self._probe if self.sent % self._probe_every == 0 else ""
@@ -150,7 +158,13 @@ class Reply:
             fields = fields | {headers.WORKER: self.served.worker}
             if self._continues is not None:
                 fields[headers.CONTINUES] = str(self._continues)
-        self._broker.send(self._attempt.reply, body, fields, reply=probe)
+        retained = self._retained
+        if retained is None:
+            self._broker.send(self._attempt.reply, body, fields, reply=probe)
+        else:
+            # Its caller may have named another subject since.
+            self._broker.send(retained.reply, body, fields, reply=probe)
+            retained.append(body)
         self.sent += 1
 
 

@@ -23,6 +23,7 @@ from inferbus.workers.jobs.listeners import Listeners
 from inferbus.workers.jobs.observer import Observer
 from inferbus.workers.jobs.outcome import AttemptOutcome
 from inferbus.workers.jobs.reply import Reply, Served, error_body
+from inferbus.workers.jobs.retained import RetainedAnswer, RetainedAnswers
 from inferbus.workers.jobs.scope import Scope, Scopes
 from inferbus.workers.jobs.settings import JobSettings
 
@@ -63,10 +64,13 @@ class AttemptRunner:
         settings: Of the worker.
         listeners: End attempts whose caller is gone.
         observer: Told of every outcome.
+        retained: Keeps what is sent of live answers.
         now: The clock by which requests arrive and expire: the server's; aware.
 
     Attributes:
         scopes: The attempts under way.
+        listeners: See above.
+        retained: See above.
     """
 
     def __init__(
@@ -77,13 +81,15 @@ class AttemptRunner:
         *,
         listeners: Listeners | None = None,
         observer: Observer | None = None,
+        retained: RetainedAnswers | None = None,
         now: Callable[[], dt.datetime] = lambda: dt.datetime.now(dt.UTC),
     ) -> None:
         self.scopes = Scopes()
         self._broker = broker
         self._generate = generate
         self._settings = settings
-        self._listeners = listeners or Listeners()
+        self.listeners = listeners or Listeners()
+        self.retained = retained or RetainedAnswers(broker)
         self._observer = observer or Observer()
         self._now = now
 
@@ -100,6 +106,7 @@ class AttemptRunner:
         permit: Permit | None = None,
         resume_points: Sequence[ResumePoint] = (),
         lost: Callable[[], bool] = lambda: False,
+        retained: RetainedAnswer | None = None,
     ) -> AttemptOutcome:
         """One attempt; never raises `InferbusError`, since every failure is an outcome.
 
@@ -109,10 +116,13 @@ class AttemptRunner:
             permit: Has it run when its turn comes; at once without one.
             resume_points: Where an earlier attempt can be resumed.
             lost: Whether the job may belong to another worker by now; nothing is sent then.
+            retained: Keeps what is sent of a live answer; its caller may then be away for a while.
         """
         queued = max(0.0, (self._now() - envelope.attempt.arrived).total_seconds())
         with _span(envelope, queued) as span:
-            return await self._run(envelope, scope, permit or Permit(), resume_points, lost, queued, span)
+            return await self._run(
+                envelope, scope, permit or Permit(), resume_points, lost, retained, queued, span
+            )
 
     async def _run(
         self,
@@ -121,6 +131,7 @@ class AttemptRunner:
         permit: Permit,
         resume_points: Sequence[ResumePoint],
         lost: Callable[[], bool],
+        retained: RetainedAnswer | None,
         queued: float,
         span: tracing.Span,
     ) -> AttemptOutcome:
@@ -128,17 +139,19 @@ class AttemptRunner:
         started = time.monotonic()
         if attempt.durable:
             tracing.past("queue", queued)
-        reply = self._reply(attempt)
+        reply = self._reply(attempt, retained=retained)
         log.info("job.started", **facts(attempt))
         try:
             attempt, request = await envelope.open()
             streamed = attempt.streams(request)
-            probe = "" if attempt.durable else self._listeners.probe
-            reply = self._reply(attempt, probe=probe, probe_every=self._listeners.every, lost=lost)
+            probe = "" if attempt.durable else self.listeners.probe
+            reply = self._reply(
+                attempt, probe=probe, probe_every=self.listeners.every, lost=lost, retained=retained
+            )
             work = Work(
                 attempt=attempt, request=request, reply=reply, permit=permit, resume_points=resume_points
             )
-            with self._expecting_listener(attempt, scope):
+            with self._expecting_listener(attempt, scope, may_be_away=retained is not None):
                 body = await scope.run(self._generate(work), deadline=self._seconds_left(attempt))
             error = None
         except InferbusError as problem:
@@ -186,9 +199,13 @@ class AttemptRunner:
     def _reply(self, attempt: Attempt, **options: Any) -> Reply:
         return Reply(self._broker, attempt, Served(worker=self._settings.worker), **options)
 
-    def _expecting_listener(self, attempt: Attempt, scope: Scope) -> contextlib.AbstractContextManager[None]:
+    def _expecting_listener(
+        self, attempt: Attempt, scope: Scope, *, may_be_away: bool
+    ) -> contextlib.AbstractContextManager[None]:
         """Readers of a durable job may come and go."""
-        return contextlib.nullcontext() if attempt.durable else self._listeners.expected(attempt.reply, scope)
+        if attempt.durable:
+            return contextlib.nullcontext()
+        return self.listeners.expected(attempt.reply, scope, may_be_away=may_be_away)
 
     def _seconds_left(self, attempt: Attempt) -> float | None:
         if attempt.deadline is not None:

@@ -34,7 +34,8 @@ class Scope:
     Args:
         key: The job.
         submission: Which submission of it; None for a live request.
-        stored: When the server stored that.
+        stored: When the server stored that, or a live request arrived, by the server's clock; None: no stored
+            cancel can aim at it.
     """
 
     def __init__(self, key: JobKey, *, submission: int | None, stored: dt.datetime | None = None) -> None:

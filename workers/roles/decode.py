@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from inferbus.schemas import headers
-from inferbus.schemas.errors import CallerError, Draining
+from inferbus.schemas.errors import Draining
 from inferbus.workers.bus.connection.bus import Bus
 from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.bus.fleet.services import Endpoint
@@ -21,6 +20,7 @@ from inferbus.workers.jobs.cancel import Cancels
 from inferbus.workers.jobs.runner import AttemptRunner
 from inferbus.workers.jobs.settings import JobSettings
 from inferbus.workers.jobs.storage import Storage
+from inferbus.workers.roles.alive import Alive
 from inferbus.workers.roles.intake import JobIntake, LiveIntake, Tasks
 from inferbus.workers.roles.prefill_gate import PrefillGate
 from inferbus.workers.roles.program import finished_within
@@ -76,6 +76,7 @@ class DecodeProgram:
         self._gate = gate
         self._intakes: list[asyncio.Task[None]] = []
         self._reads = Reads(bus, settings, tasks)
+        self._alive = Alive(bus, settings, runner)
         self._removals = Removals(bus, settings, tasks)
         self._watching_gate: asyncio.Task[None] | None = None
         self._forget_connection: Callable[[], None] = lambda: None
@@ -88,7 +89,7 @@ class DecodeProgram:
     async def start(self) -> None:
         """Begins to take requests."""
         await self._bus.subscribe(self._settings.subjects.all("cancel"), self._cancel_arrived)
-        await self._bus.subscribe(self._settings.subjects.all("alive"), self._asked_alive)
+        await self._bus.subscribe(self._settings.subjects.all("alive"), self._alive.asked)
         self._forget_connection = self._bus.on_change(self._connection_changed)
         if self._gate is not None:
             await self._gate.update()
@@ -120,20 +121,6 @@ class DecodeProgram:
         # See `cancel.hits`: no acknowledgement is a cancel.
         if not message.data and not message.forwarded:
             self._cancels.arrived(message.subject, message.headers)
-
-    def _asked_alive(self, message: Message) -> None:
-        """A reader misses the messages of a job: the worker that has the job answers."""
-        settings = self._settings
-        if message.forwarded:
-            return
-        try:
-            key = settings.subjects.parse_key(message.subject, "alive")
-            reply = settings.subjects.check_reply(message.reply, owner=key.owner, prefixes=settings.replies)
-        except CallerError as error:
-            log.warning("alive.ignored", code=error.code)
-            return
-        if self._runner.scopes.find(key):
-            self._bus.send(reply, b"", {headers.WORKER: settings.worker})
 
     def _connection_changed(self, connected: bool) -> None:
         if connected:

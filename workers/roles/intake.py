@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol
 import msgspec
 import structlog
 
+from inferbus.schemas import headers, limits
 from inferbus.schemas.errors import (
     BusUnavailable,
     CallerError,
@@ -32,6 +33,7 @@ from inferbus.workers.jobs.bundle import is_bundle
 from inferbus.workers.jobs.delivery import Deliveries
 from inferbus.workers.jobs.outcome import AttemptOutcome
 from inferbus.workers.jobs.reply import error_body
+from inferbus.workers.jobs.retained import RetainedAnswer
 from inferbus.workers.jobs.runner import AttemptRunner
 from inferbus.workers.jobs.scope import Scope
 from inferbus.workers.jobs.settings import JobSettings
@@ -174,16 +176,28 @@ class LiveIntake:
             self._runner.refuse(envelope, Overloaded("all slots of this worker are busy"))
         else:
             # Not in the task: a cancel may be handled before its first step.
-            scope = Scope(envelope.attempt.key, submission=None)
+            scope = Scope(envelope.attempt.key, submission=None, stored=stored.time)
             forget = self._runner.scopes.add(scope)
-            self._tasks.start(self._serve(envelope, permit, scope, forget))
+            self._tasks.start(self._serve(envelope, permit, scope, forget, self._retained(envelope)))
+
+    def _retained(self, envelope: Envelope) -> RetainedAnswer | None:
+        """Where the answer is kept; None for a caller that would not ask for it."""
+        token = envelope.headers.get(headers.RESUME, "")
+        if not 0 < len(token) <= limits.RESUME_CHARS:
+            return None
+        return self._runner.retained.open(envelope.attempt.job, token, envelope.attempt.reply)
 
     async def _serve(
-        self, envelope: Envelope, permit: Permit, scope: Scope, forget: Callable[[], None]
+        self,
+        envelope: Envelope,
+        permit: Permit,
+        scope: Scope,
+        forget: Callable[[], None],
+        retained: RetainedAnswer | None,
     ) -> None:
         with permit:
             try:
-                outcome = await self._runner.run(envelope, scope, permit=permit)
+                outcome = await self._runner.run(envelope, scope, permit=permit, retained=retained)
                 if isinstance(outcome.error, Misdirected) and outcome.error.to:
                     self._pass_on(envelope, outcome.error.to)
                     log.info("request.passed_on", to=outcome.error.to, **facts(outcome.attempt))
@@ -197,6 +211,8 @@ class LiveIntake:
                 self._runner.refuse(envelope, InternalError("inferbus failed; the worker's log says how"))
             finally:
                 forget()
+                if retained is not None:
+                    retained.close()
 
     def _answered(self, outcome: AttemptOutcome) -> AttemptOutcome:
         """Sends what is still to be sent; an answer that no message can hold is an error."""

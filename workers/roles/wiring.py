@@ -25,6 +25,7 @@ from inferbus.workers.jobs.cancel import Cancels
 from inferbus.workers.jobs.delivery import Deliveries
 from inferbus.workers.jobs.listeners import Listeners
 from inferbus.workers.jobs.observer import Observer, Observers
+from inferbus.workers.jobs.retained import RetainedAnswers
 from inferbus.workers.jobs.retry import RetryPolicy
 from inferbus.workers.jobs.runner import AttemptRunner
 from inferbus.workers.jobs.settings import JobSettings
@@ -146,7 +147,10 @@ def decode(
     broker = JetStream(bus)
     listeners = Listeners(lambda gone: _probe(bus, gone), every=worker.client_gone_every)
     answering = Answering(engine, run, peers)
-    runner = AttemptRunner(broker, answering, ours, listeners=listeners, observer=observers, now=clock.now)
+    retained = RetainedAnswers(broker, settled=lambda: bus.settled)
+    runner = AttemptRunner(
+        broker, answering, ours, listeners=listeners, observer=observers, retained=retained, now=clock.now
+    )
     cancels = Cancels(broker, runner.scopes, bus.subjects)
     deliveries = Deliveries(broker, runner, cancels, ours, observer=observers, objects=Objects(bus))
 
