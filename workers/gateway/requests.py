@@ -41,6 +41,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         model: That it names.
         body: Its fields, undecoded, without those that only the gateway reads.
         streamed: Whether chunks are wanted.
+        usage: Whether the last of them is to hold the usage.
         background: Whether the answer is to be fetched later.
         traceparent: W3C trace context.
     """
@@ -49,6 +50,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     body: dict[str, Any]
     streamed: bool
+    usage: bool
     background: bool
     traceparent: str | None
 
@@ -105,7 +107,8 @@ async def read_request(request: Request, kind: Kind, *, limit: int) -> Asked:
     background = bool(_field(fields, "background", bool)) or "respond-async" in _preferences(request)
     fields.pop("background", None)
     body: dict[str, Any] = {**fields, "stream": streamed}
-    if streamed and "stream_options" not in fields:
+    options = _field(fields, "stream_options", dict)
+    if streamed and options is None:
         # OpenAI sends the usage only where it is asked for; our client asks for it by default.
         body["stream_options"] = {"include_usage": False}
     if kind == "completions" and not _bounded(fields):
@@ -115,6 +118,7 @@ async def read_request(request: Request, kind: Kind, *, limit: int) -> Asked:
         model=model,
         body=body,
         streamed=streamed,
+        usage=bool(options and options.get("include_usage")),
         background=background,
         traceparent=request.headers.get("traceparent"),
     )
@@ -186,7 +190,7 @@ def _field(fields: dict[str, msgspec.Raw], name: str, kind: type[Any]) -> Any:
     if name not in fields:
         return None
     try:
-        return msgspec.json.decode(fields[name], type=kind)
+        return msgspec.json.decode(fields[name], type=kind | None)
     except (msgspec.DecodeError, UnicodeDecodeError):
         what = {str: "a string", bool: "a boolean"}.get(kind, "an object")
         raise InvalidRequest(f"{name} must be {what}", param=name) from None
