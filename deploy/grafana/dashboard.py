@@ -24,6 +24,7 @@ FILE: Final = Path(__file__).with_name("inferbus.json")
 SOURCE: Final = DataSourceRef(type_val="prometheus", uid="${source}")
 OF: Final = 'model=~"$model"'
 EVERY: Final = "[$__rate_interval]"
+FAILED: Final = 'status="error"'
 
 Queries = dict[str, str]
 """Expressions by their legend."""
@@ -46,6 +47,12 @@ def total(metric: str, by: str) -> str:
     return f"sum by ({by}) ({metric}{{{OF}}})"
 
 
+def share(more: str, by: str = "") -> str:
+    """The share of the requests that these labels choose."""
+    chosen, every = f"inferbus_requests_total{{{OF}, {more}}}", f"inferbus_requests_total{{{OF}}}"
+    return f"sum {by}(rate({chosen}{EVERY})) / scalar(sum(rate({every}{EVERY})))"
+
+
 PANELS: Final[dict[str, list[tuple[str, str, str, Queries]]]] = {
     "Is it healthy?": [
         (
@@ -57,26 +64,24 @@ PANELS: Final[dict[str, list[tuple[str, str, str, Queries]]]] = {
         (
             "Failed requests",
             "percentunit",
-            "Share of the requests that ended in an error, by its code.",
-            {
-                "{{code}}": rate("inferbus_requests_total", "code", 'status="error"')
-                + f" / ignoring (code) group_left sum (rate(inferbus_requests_total{{{OF}}}{EVERY}))"
-            },
+            "Share of the requests that ended in an error: all, and by the codes that occurred.",
+            {"all": share(FAILED), "{{code}}": share(FAILED, by="by (code) ") + " > 0"},
         ),
         (
-            "Jobs that were tried again, and dead letters",
+            "Retries, refusals and dead letters",
             "ops",
-            "Dead letters need an operator: inferbus dead ls.",
+            "Dead letters need an operator: inferbus dead ls. A full prefill worker refuses.",
             {
                 "dead {{model}}": rate("inferbus_jobs_total", "model", 'outcome="dead"'),
                 "retried {{model}}": rate("inferbus_jobs_total", "model", 'outcome="retried"'),
                 "taken again {{model}}": rate("inferbus_redeliveries_total", "model"),
+                "refused by prefill {{model}}": rate("inferbus_handoffs_total", "model", 'status="refused"'),
             },
         ),
         (
-            "Room in streams",
+            "How full streams are",
             "percentunit",
-            "Full streams refuse jobs or results.",
+            "At its limit a stream refuses jobs or results.",
             {
                 "{{stream}}": f"max by (stream) (inferbus_stream_bytes{{{OF}}}) "
                 f"/ max by (stream) (inferbus_stream_max_bytes{{{OF}}})"
@@ -171,7 +176,6 @@ PANELS: Final[dict[str, list[tuple[str, str, str, Queries]]]] = {
             {
                 "p50 {{model}}": quantile(0.5, "inferbus_handoff_seconds", "model"),
                 "p99 {{model}}": quantile(0.99, "inferbus_handoff_seconds", "model"),
-                "refused a second {{model}}": rate("inferbus_handoffs_total", "model", 'status="refused"'),
             },
         ),
         (

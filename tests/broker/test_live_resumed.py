@@ -187,6 +187,21 @@ async def test_an_answer_goes_on_after_the_server_was_killed(server: NatsServer,
     assert reading.tokens == EXPECTED
 
 
+@pytest.mark.faults
+async def test_time_without_the_server_is_not_the_callers(server: NatsServer, workers: Fleet) -> None:
+    """What ended while nobody could ask for it is kept, however short answers are kept else."""
+    short = "from inferbus.workers.jobs import retained\nretained.AWAY = 0.05\nretained.SWEEP = 0.01\n"
+    worker = await workers.start("both", COUNTING, before=short)
+    async with Client.connect(server.url) as client:
+        reading = Reading(client.tokens(MODEL, [1, 2], max_tokens=COUNT))
+        await eventually(lambda: len(reading.tokens) > 20)
+        await server.kill()
+        await finished(workers, worker)
+        await server.restart()
+        await reading.end()
+    assert reading.tokens == EXPECTED
+
+
 async def test_what_is_not_kept_any_more_ends_the_answer_with_an_error_that_says_so(
     client: Client, workers: Fleet, line: Line
 ) -> None:

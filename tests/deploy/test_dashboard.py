@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from inferbus.schemas.errors import CODES
+from inferbus.schemas.errors import CODES, InferbusError
 from inferbus.workers.client import Client
 from inferbus.workers.stack.server import NatsServer
 from tests.support.eventually import eventually
@@ -25,7 +25,15 @@ from tests.support.prometheus_server import program, prometheus
 DEPLOY = Path(__file__).parents[2] / "deploy"
 ALERTS = DEPLOY / "prometheus" / "alerts.yml"
 CASES = Path(__file__).with_name("alerts.cases.yml")
-PREFILL = "[[rules]]\ntransfer = { seconds = 0.004, bytes = 163840 }"
+PREFILL = """
+[[rules]]
+user = "bad"
+[rules.fault]
+do = "fail"
+code = "engine_failed"
+[[rules]]
+transfer = { seconds = 0.004, bytes = 163840 }
+"""
 
 
 def needed(name: str) -> Path:
@@ -116,6 +124,8 @@ async def test_every_query_of_the_dashboard_and_of_the_alerts_has_an_answer(tmp_
             for _ in range(3):
                 await client.tokens(MODEL, [1, 2], max_tokens=4).answer()
                 await client.result(await client.submit("tokens", MODEL, {"token_ids": [1], "max_tokens": 2}))
+            with pytest.raises(InferbusError):
+                await client.tokens(MODEL, [1], user="bad").answer()
             asked = {
                 query.replace("$__rate_interval", "1m").replace("$model", ".*"): set(
                     re.findall(r"{{(\w+)}}", legend)

@@ -89,7 +89,7 @@ class AttemptRunner:
         self._generate = generate
         self._settings = settings
         self.listeners = listeners or Listeners()
-        self.retained = retained or RetainedAnswers(broker)
+        self.retained = RetainedAnswers(broker) if retained is None else retained
         self._observer = observer or Observer()
         self._now = now
 
