@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from inferbus.workers.config import ConfigError, GatewaySettings, resolve
 from inferbus.workers.gateway import events as events_module
 from inferbus.workers.gateway.events import EventStream
 from inferbus.workers.gateway.keys import Keys
-from inferbus.workers.gateway.server import Unserved
+from inferbus.workers.gateway.server import Unserved, listener
 from inferbus.workers.stack.processes import Children, spawn
 from inferbus.workers.stack.server import NatsServer
 from tests.support.answers import chat_answer
@@ -290,6 +291,12 @@ async def test_without_keys_only_this_machine_is_served(http: httpx.AsyncClient)
     assert resolve({"gateway_listen": "0.0.0.0:80", "gateway_open": True}, {}).gateway.open
     rebound = await http.get("/v1/models", headers={"host": "evil.example"})
     assert (rebound.status_code, rebound.json()["error"]["param"]) == (400, "Host")
+
+
+def test_no_event_waits_for_an_acknowledgement_of_the_one_before() -> None:
+    """asyncio turns Nagle's algorithm off only for connections of a listener that names its protocol."""
+    with listener(GatewaySettings(listen="127.0.0.1:0")) as found:
+        assert found.proto == socket.IPPROTO_TCP
 
 
 async def test_an_address_in_use_is_named(server: NatsServer, http: httpx.AsyncClient) -> None:
