@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -245,24 +245,29 @@ async def test_a_full_disk_stops_the_batch_and_the_same_command_goes_on(
     reconcile(output, tmp_path / "out.errors.jsonl", [f"line-{n}" for n in range(1, count + 1)])
 
 
-async def test_the_command_runs_shows_lists_and_forgets_a_batch(
-    workers: Fleet, server: NatsServer, tmp_path: Path
-) -> None:
-    await workers.start(slots=8)
-    source = write(tmp_path / "in.jsonl", [line(2), "{broken", line(1)])
+@pytest.fixture
+def inferbus(server: NatsServer) -> Callable[..., Awaitable[tuple[int, str]]]:
+    """Runs `inferbus batch`; returns its exit code and what it printed."""
 
-    async def inferbus(*arguments: str) -> tuple[int, str]:
-        program = [sys.executable, "-m", "inferbus.workers.cli", "batch", *arguments]
+    async def running(*arguments: str, stdin: bytes = b"") -> tuple[int, str]:
         child = await asyncio.create_subprocess_exec(
-            *program,
-            "--nats-url",
-            server.url,
+            *(sys.executable, "-m", "inferbus.workers.cli", "batch", *arguments, "--nats-url", server.url),
+            stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
-        out, _ = await child.communicate()
+        out, _ = await child.communicate(stdin)
         assert child.returncode is not None
         return child.returncode, out.decode()
+
+    return running
+
+
+async def test_the_command_runs_shows_lists_and_forgets_a_batch(
+    workers: Fleet, inferbus: Callable[..., Awaitable[tuple[int, str]]], tmp_path: Path
+) -> None:
+    await workers.start(slots=8)
+    source = write(tmp_path / "in.jsonl", [line(2), "{broken", line(1)])
 
     code, text = await inferbus("run", str(source))
     assert (code, "line 2: invalid_json_line" in text) == (1, True)
@@ -279,6 +284,31 @@ async def test_the_command_runs_shows_lists_and_forgets_a_batch(
     assert (await inferbus("cancel", listed["id"]))[0] == 1
     assert (await inferbus("rm", listed["id"]))[0] == 0
     assert (await inferbus("status", listed["id"]))[0] == 1
+
+
+async def test_a_batch_runs_by_itself_once_it_is_submitted_and_is_waited_for_and_cancelled_by_its_id(
+    workers: Fleet, inferbus: Callable[..., Awaitable[tuple[int, str]]], tmp_path: Path
+) -> None:
+    source = write(tmp_path / "in.jsonl", [line(1), line(2)])
+    code, text = await inferbus("submit", str(source))
+    batch_id = text.split()[-1]
+    assert code == 0
+    # Nobody serves its model.
+    assert (await inferbus("cancel", batch_id))[0] == 0
+    code, text = await inferbus("wait", batch_id)
+    assert (code, "cancelled" in text) == (130, True)
+    code, text = await inferbus("fetch", batch_id, "--failed")
+    assert [json.loads(each)["error"]["code"] for each in text.splitlines()] == ["batch_cancelled"] * 2
+    await workers.start(slots=8)
+    code, text = await inferbus("retry", batch_id)
+    assert (code, "2/2 done" in text) == (0, True), text
+    code, text = await inferbus("ls")
+    assert code == 0
+    assert text.splitlines()[1].split()[:3] == [batch_id, "completed", "2/2"]
+    output = tmp_path / "piped.jsonl"
+    code, text = await inferbus("run", "-", "--output", str(output), "--json", stdin=source.read_bytes())
+    assert (code, json.loads(text.splitlines()[-1])["request_counts"]["completed"]) == (0, 2)
+    assert {each["custom_id"] for each in read(output)} == {"line-1", "line-2"}
 
 
 def command(source: Path, output: Path) -> list[str]:

@@ -14,6 +14,7 @@ import msgspec
 
 from inferbus.schemas.subjects import Kind
 from inferbus.workers.batch.copies import Copy, restore
+from inferbus.workers.batch.counts import Counts
 from inferbus.workers.batch.errors import BatchChanged, BatchHeld, InvalidBatch
 from inferbus.workers.batch.lines import Expected, Problem
 from inferbus.workers.batch.reading import COMPRESSIONS, FORMATS, stamp
@@ -122,6 +123,7 @@ async def proceed(
     if retry:
         if record.status not in ENDED:
             raise BatchHeld("the batch has not ended; resume it")
+        _require_output(record)
         errors = Path(record.errors)
         for path in (errors, errors.with_name(f"{errors.name}.partial")):
             if path.exists():
@@ -130,6 +132,8 @@ async def proceed(
         record.stamps = record.stamps | {"created_at": int(time.time())}
         await batches.forget_cancel(batch)
         record.status = "in_progress"
+        # Those of the error file are not done any more; where all were in it, no file is left.
+        record.counts = Counts(succeeded=record.counts.succeeded)
         record.retries += 1
         found = msgspec.structs.replace(found, sequence=await batches.save(record, found.sequence))
     options = Options(
@@ -285,12 +289,7 @@ async def _again(
     record.shared = record.shared or options.shared
     if options.model is not None and options.model != record.model:
         raise BatchChanged(f"the batch was begun with the model {record.model}; use another --output")
-    if record.counts.ended and not record.shared and not _files_exist(record):
-        raise BatchChanged(
-            f"the output of batch {record.id} is not here: {record.output} has {record.counts.ended} of its "
-            f"lines on {record.host or 'another machine'}; put it there, or begin anew after "
-            f"`inferbus batch rm {record.id}`"
-        )
+    _require_output(record)
     known, duplicates = record.source, frozenset[int]()
     template = options.template
     mapping = None if filled else template
@@ -316,6 +315,15 @@ async def _again(
             return Begun(kept=found, complete=True)
         await batches.forget_cancel(record.id)
     return Begun(kept=found, duplicates=duplicates)
+
+
+def _require_output(record: Record) -> None:
+    if record.counts.ended and not record.shared and not _files_exist(record):
+        raise BatchChanged(
+            f"the output of batch {record.id} is not here: {record.output} has {record.counts.ended} of its "
+            f"lines on {record.host or 'another machine'}; put it there, or begin anew after "
+            f"`inferbus batch rm {record.id}`"
+        )
 
 
 async def _forgotten(batches: Batches, found: Kept) -> Kept | None:
