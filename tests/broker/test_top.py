@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import pty
+import signal
+import sys
 from pathlib import Path
 
 import pytest
 
+from inferbus.workers.batch.runs import Options, begin
 from inferbus.workers.cli import main
 from inferbus.workers.client import Client
 from inferbus.workers.stack.server import NatsServer
 from inferbus.workers.top import Collector
+from tests.support.batches import line, write
 from tests.support.eventually import eventually
 from tests.support.fleet import MODEL, fleet
 
@@ -66,3 +72,40 @@ async def test_jobs_that_wait_are_told_with_the_age_of_the_oldest(
         assert row[2:4] == ["2", "1"]
         for job in jobs:
             await client.cancel(job)
+
+
+async def test_a_batch_that_runs_is_shown_and_the_view_outlives_the_server(
+    server: NatsServer, tmp_path: Path
+) -> None:
+    async with fleet(server, tmp_path) as found, Client.connect(server.url) as client:
+        await found.start("both", slots=1)
+        source = write(tmp_path / "in.jsonl", [line(n) for n in range(1, 4)])
+        batch = (await begin(client, source, Options())).kept.record
+        (shown,) = (await Collector(client).snapshot()).batches
+        assert (shown.id, shown.lines) == (batch.id, 3)
+        screen, terminal = pty.openpty()
+        program = [sys.executable, "-m", "inferbus.workers.cli", "top", "--interval", "1"]
+        child = await asyncio.create_subprocess_exec(
+            *program, "--nats-url", server.url, stdin=terminal, stdout=terminal, stderr=terminal
+        )
+        os.close(terminal)
+        seen = bytearray()
+
+        async def until(*texts: str) -> None:
+            async with asyncio.timeout(60):
+                while not any(text.encode() in seen for text in texts):
+                    seen.extend(await asyncio.to_thread(os.read, screen, 65536))
+
+        await until(batch.id)
+        await server.kill()
+        seen.clear()
+        await until("not answered", "not connected")
+        await server.restart()
+        seen.clear()
+        await until(batch.id)
+        child.send_signal(signal.SIGINT)
+        reading = asyncio.create_task(until("nothing like this"))
+        assert await child.wait() in (0, 130)
+        with pytest.raises(OSError, match="Input/output error"):
+            await reading
+        os.close(screen)
