@@ -241,25 +241,7 @@ class _Bench:
         source = await asyncio.to_thread(self._write, f"{way}-{lines}", lines)
         before = self._resident()
         child = await self._start(source, way)
-        with Watch({}, sessions=[*self._sessions, child.pid]) as watch:
-            peak, disk = await self._watched(child)
-        told = await self._told(child, lines)
-        return Reading(
-            way=way,
-            lines=lines,
-            checking=told.checking,
-            running=told.running,
-            lines_per_second=lines / told.running,
-            cpu=told.cpu,
-            peak_mib=told.peak_mib,
-            server_before_mib=before,
-            server_peak_mib=peak,
-            server_after_mib=self._resident(),
-            store_peak_mib=disk,
-            store_after_mib=await self._store(),
-            others=watch.others,
-            stolen=watch.stolen,
-        )
+        return await self._read(child, way, lines, ran=lines, before=before)
 
     async def killed(self, lines: int) -> Reading:
         """A batch whose submitter is killed after half of its lines; the same command goes on."""
@@ -276,20 +258,33 @@ class _Bench:
         os.kill(child.pid, signal.SIGKILL)
         await child.wait()
         there = await asyncio.to_thread(_count, partial)
-        left = lines - there
         began = time.monotonic()
         child = await self._start(source, "killed")
         await child.until(lambda: more(there), timeout=RESUME_WITHIN, poll=0.05)
         first_new = time.monotonic() - began
+        reading = await self._read(child, "killed", lines, ran=lines - there, before=before)
+        again = await asyncio.to_thread(_again, output)
+        return msgspec.structs.replace(reading, first_new=first_new, again=again)
+
+    async def _read(self, child: Child, way: Way, lines: int, *, ran: int, before: float) -> Reading:
+        """Watches a batch until it has ended.
+
+        Args:
+            child: Its process.
+            way: Name of the reading.
+            lines: Of the batch.
+            ran: How many of them this process runs.
+            before: The server's memory before it, in MiB.
+        """
         with Watch({}, sessions=[*self._sessions, child.pid]) as watch:
             peak, disk = await self._watched(child)
         told = await self._told(child, lines)
         return Reading(
-            way="killed",
+            way=way,
             lines=lines,
             checking=told.checking,
             running=told.running,
-            lines_per_second=left / told.running,
+            lines_per_second=ran / told.running,
             cpu=told.cpu,
             peak_mib=told.peak_mib,
             server_before_mib=before,
@@ -297,8 +292,6 @@ class _Bench:
             server_after_mib=self._resident(),
             store_peak_mib=disk,
             store_after_mib=await self._store(),
-            first_new=first_new,
-            again=await asyncio.to_thread(_again, output),
             others=watch.others,
             stolen=watch.stolen,
         )

@@ -40,8 +40,9 @@ async def chunks(
         async for event in stream:
             if not isinstance(event, Restarted):
                 begun = True
-                if usage or event.get("choices"):
-                    yield bare(event)
+                chunk = bare(event)
+                if usage or chunk.get("choices") or "usage" not in chunk:
+                    yield chunk
             elif begun:
                 raise Restarts("the answer began anew on another worker; fetch it again")
 
