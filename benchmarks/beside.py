@@ -38,7 +38,7 @@ from benchmarks.readings import Taken
 from benchmarks.report import Draft
 from benchmarks.told import MODEL, write
 from benchmarks.traces import Goal, Outcome, arrivals
-from benchmarks.workload import IDS
+from benchmarks.workload import IDS, drawn
 from inferbus.schemas.fleet import Role
 from inferbus.schemas.subjects import Subjects
 from inferbus.workers.client import Client
@@ -52,8 +52,6 @@ from inferbus.workers.stack.server import HOST
 LAYOUTS: Final[dict[str, tuple[Role, ...]]] = {"both": ("both",), "pair": ("prefill", "decode")}
 LENGTHS: Final[dict[str, float]] = {"fixed": 0.0, "mixed": 0.8}
 """How far the lengths of jobs are apart: the standard deviation of their logarithms."""
-LONGEST: Final = 8
-"""Times the median, of the longest prompt and the longest answer."""
 BATCH_SECONDS: Final = 300.0
 """That a batch may take."""
 WARM: Final = 64
@@ -94,7 +92,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         sizes, tokens = random.Random(lengths), random.Random(f"{lengths} {reading}")
         spread = LENGTHS[lengths]
         return [
-            _body(tokens, _drawn(sizes, self.prompt, spread), _drawn(sizes, self.answer, spread))
+            _body(tokens, drawn(sizes, self.prompt, spread), drawn(sizes, self.answer, spread))
             for _ in range(count or self.jobs)
         ]
 
@@ -385,11 +383,6 @@ def _body(draw: random.Random, prompt: int, answer: int) -> dict[str, Any]:
         "temperature": 0.0,
         "ignore_eos": True,
     }
-
-
-def _drawn(draw: random.Random, median: int, spread: float) -> int:
-    """A length: lognormal around its median, and cut at both ends."""
-    return max(4, min(LONGEST * median, round(median * draw.lognormvariate(0.0, spread))))
 
 
 def _first(reading: Reading | None) -> tuple[float, float] | None:

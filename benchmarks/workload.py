@@ -18,6 +18,8 @@ KINDS: Final[tuple[Kind, ...]] = ("tokens", "chat")
 WORDS: Final = ("river", "stone", "cloud", "paper", "green", "seven", "under", "house", "light", "north")
 IDS: Final = (256, 32_768)
 """Bounds of the prompts' token ids: words, not control tokens."""
+LONGEST: Final = 8
+"""Times the median, of the longest prompt and the longest answer, where lengths are mixed."""
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +39,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         prompt: Tokens of a prompt; words, for chat.
         answer: Tokens of an answer.
         warm: Requests of each kind before anything is measured.
+        spread: How far lengths are apart: the standard deviation of their logarithms, around `prompt` and
+            `answer` as the medians. 0: all are the same.
     """
 
     passes: int
@@ -44,6 +48,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     prompt: int = 32
     answer: int = 64
     warm: int = 24
+    spread: float = 0.0
 
     def warming(self) -> Iterator[Shape]:
         """What is done before."""
@@ -53,20 +58,25 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def bodies(self, shape: Shape, number: int) -> list[dict[str, Any]]:
         """The requests of the `number`-th reading of an engine."""
         draw = random.Random(f"{number} {shape.kind} {shape.concurrency}")
-        common = {"max_tokens": self.answer, "temperature": 0.0, "ignore_eos": True}
-        if shape.kind == "tokens":
-            return [
-                {"token_ids": [draw.randrange(*IDS) for _ in range(self.prompt)], **common}
-                for _ in range(shape.requests)
-            ]
-        return [
-            {
-                "messages": [{"role": "user", "content": " ".join(draw.choices(WORDS, k=self.prompt))}],
-                "stream": True,
-                **common,
-            }
-            for _ in range(shape.requests)
-        ]
+        # The same lengths in every reading, whatever the prompts are.
+        sizes = random.Random("lengths")
+        bodies = []
+        for _ in range(shape.requests):
+            prompt, answer = (drawn(sizes, median, self.spread) for median in (self.prompt, self.answer))
+            common = {"max_tokens": answer, "temperature": 0.0, "ignore_eos": True}
+            if shape.kind == "tokens":
+                bodies.append({"token_ids": [draw.randrange(*IDS) for _ in range(prompt)], **common})
+            else:
+                text = " ".join(draw.choices(WORDS, k=prompt))
+                bodies.append({"messages": [{"role": "user", "content": text}], "stream": True, **common})
+        return bodies
+
+
+def drawn(draw: random.Random, median: int, spread: float) -> int:
+    """A length: lognormal around its median, and cut at both ends."""
+    if not spread:
+        return median
+    return max(4, min(LONGEST * median, round(median * draw.lognormvariate(0.0, spread))))
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
