@@ -6,7 +6,8 @@ from statistics import median
 
 import pytest
 
-from benchmarks.beside import FULL, LONGEST
+from benchmarks.beside import FULL
+from benchmarks.workload import LONGEST
 
 
 def sizes(lengths: str, reading: str) -> list[tuple[int, int]]:
