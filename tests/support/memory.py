@@ -22,7 +22,7 @@ STREAMS = {
 
 
 class MemoryBroker:
-    """Streams as lists, and everything that was sent."""
+    """Streams as lists, and everything that was sent; `purged` is what a purge raises."""
 
     max_payload = 1024 * 1024
     congested = False
@@ -32,6 +32,7 @@ class MemoryBroker:
         self.streams: dict[str, list[Stored]] = {name: [] for name in STREAMS}
         self.seconds = 0.0
         self.away = False
+        self.purged: Exception | None = None
 
     def now(self) -> dt.datetime:
         """The clock, which only `seconds` moves."""
@@ -87,6 +88,8 @@ class MemoryBroker:
 
     async def purge(self, stream: str, subject: str) -> None:
         self._check()
+        if self.purged is not None:
+            raise self.purged
         self.streams[stream] = [each for each in self.streams[stream] if each.subject != subject]
 
     def _stream(self, subject: str) -> str | None:

@@ -13,7 +13,7 @@ import pytest
 
 from inferbus.schemas import headers
 from inferbus.schemas.bundles import CONTENT_TYPE, BundleAnswer
-from inferbus.schemas.errors import EngineFailed, InferbusError, InvalidRequest
+from inferbus.schemas.errors import BusUnavailable, EngineFailed, InferbusError, InvalidRequest
 from inferbus.schemas.subjects import Subjects
 from inferbus.workers.admission import Permit
 from inferbus.workers.bus.interface import Stored
@@ -154,6 +154,18 @@ async def test_a_bundle_whose_result_is_stored_is_only_acknowledged() -> None:
     again = bench.bundle([10], attempt=2)
     await bench.handle(again)
     assert bench.started == [10]
+
+
+async def test_a_worker_that_is_killed_just_as_a_bundle_ends_leaves_no_count() -> None:
+    bench = Bench()
+    delivery = bench.bundle([10])
+    bench.broker.purged = BusUnavailable("away")
+    await bench.deliveries.handle_bundle(delivery, Places())
+    assert delivery.ended == [], "a job that is acknowledged does not come again"
+    bench.broker.purged = None
+    await bench.handle(bench.bundle([10], attempt=2))
+    assert bench.started == [10]
+    assert [each.subject for each in bench.broker.streams["INFER_RESULTS"]] == [RESULT]
 
 
 async def test_an_unreadable_bundle_answers_nothing_and_stops_nobody() -> None:

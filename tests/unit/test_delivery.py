@@ -14,7 +14,7 @@ import pytest
 from inferbus.schemas import headers
 from inferbus.schemas.errors import BusUnavailable, Draining, EngineFailed, InvalidRequest, PrefillUnavailable
 from inferbus.schemas.subjects import JobKey, Subjects
-from inferbus.workers.bus.errors import StreamFull
+from inferbus.workers.bus.errors import NotPermitted, StreamFull
 from inferbus.workers.bus.interface import PubAck, Stored
 from inferbus.workers.jobs.attempt import Attempt
 from inferbus.workers.jobs.cancel import Cancels
@@ -709,3 +709,23 @@ async def test_msgpack_jobs_get_msgpack_answers() -> None:
 
 def test_a_job_key_names_owner_and_job() -> None:
     assert SUBJECTS.parse_key(RESULT, "results") == JobKey("acme", "j1")
+
+
+async def test_a_worker_that_is_killed_just_as_a_job_ends_leaves_no_count() -> None:
+    bench = Bench(answer)
+    await bench.begun(1)
+    delivery = bench.job(attempt=2)
+    bench.broker.purged = BusUnavailable("away")
+    await bench.deliveries.handle(delivery)
+    assert delivery.ended == [], "a job that is acknowledged does not come again"
+    bench.broker.purged = None
+    assert await bench.handle(bench.job(attempt=3)) == ("ack", None)
+    assert (bench.runs, len(bench.results)) == (1, 1)
+    assert bench.broker.streams["INFER_RESULTS"] == bench.results
+
+
+async def test_where_counts_may_not_be_removed_jobs_end_all_the_same() -> None:
+    bench = Bench(answer)
+    await bench.begun(1)
+    bench.broker.purged = NotPermitted("no")
+    assert await bench.handle(bench.job(attempt=2)) == ("ack", None)

@@ -449,6 +449,9 @@ class Submitter:
         name = message.subject.rpartition(".")[2]
         job = self._open.get(name)
         if job is None:
+            # A worker took it once more. What it has stored came after the first result's removal.
+            if self._scanned and name not in {*self._taken, *self._written, *self._forgettable}:
+                self._forgettable.append(name)
             return
         if job.alone or not message.data:
             # Its stored result has all of it.

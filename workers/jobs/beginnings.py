@@ -12,7 +12,7 @@ import msgspec
 import structlog
 
 from inferbus.schemas import headers
-from inferbus.schemas.errors import BusUnavailable
+from inferbus.workers.bus.errors import NotPermitted
 from inferbus.workers.bus.interface import Broker
 from inferbus.workers.bus.jetstream.layout import RESULTS
 from inferbus.workers.jobs.attempt import Attempt
@@ -85,10 +85,17 @@ class Beginnings:
         self._broker.send(self._subject(attempt), b"", _headers(attempt, before))
 
     async def forget(self, attempt: Attempt) -> None:
-        """Removes the count of a submission that has ended; what cannot be removed expires."""
+        """Removes the count of a submission that has ended; where that is not permitted, it expires.
+
+        To be awaited once the result is stored, and before the job is acknowledged: a job that is acknowledged
+        does not come again, so nobody would remove what a worker left that was killed in between.
+
+        Raises:
+            BusUnavailable: It may not be removed.
+        """
         try:
             await self._broker.purge(RESULTS, self._subject(attempt))
-        except BusUnavailable as error:
+        except NotPermitted as error:
             log.debug("attempts.left", reason=error.message, submission=attempt.submission)
 
     def _subject(self, attempt: Attempt) -> str:

@@ -124,8 +124,8 @@ class HeldBundle:
                 await self._beginnings.count(attempt, 0)
                 await self._run(places, reply)
             body = await self._store(result)
-        await self._delivery.ack()
         await self._beginnings.forget(attempt)
+        await self._delivery.ack()
         return None if body is None else (reply, body)
 
     async def _run(self, places: Places, reply: str) -> None:

@@ -259,6 +259,7 @@ class HeldJob:
         result, in_order = await self._look_up()
         if result.stored:
             await self._tell_readers(result.own)
+            await self._forget_attempts()
             await self._delivery.ack()
             self.settled("repeated", reason="its result is stored")
         elif self._delivery.stale:
@@ -301,9 +302,9 @@ class HeldJob:
             self.settled("left", reason="the server may have forgotten that this worker took it")
         elif error is None or isinstance(error, CallerError | Ended):
             outcome = await self._conclude(result, outcome)
+            await self._forget_attempts()
             await self._delivery.ack()
             await self._remove_body()
-            await self._forget_attempts()
             self.settled("finished", outcome.error, status=outcome.status, code=outcome.code)
         elif self._delivery.stale or isinstance(error, LeaseLost):
             # Handing it back would take it from its new owner.
@@ -440,8 +441,8 @@ class HeldJob:
         """The dead letter comes first, so that nothing is lost if a later step fails."""
         await self._parts.dead_letters.store(outcome.attempt, self._delivery.message, error)
         await self._conclude(result, outcome)
-        await self._delivery.term(error.code)
         await self._forget_attempts()
+        await self._delivery.term(error.code)
         self.settled("dead", error, code=error.code, reason=error.message)
 
     async def _conclude(self, result: FinalResult, outcome: AttemptOutcome) -> AttemptOutcome:
@@ -510,7 +511,11 @@ class HeldJob:
             log.warning("job.body_left", reason=error.message, **facts(self.attempt))
 
     async def _forget_attempts(self) -> None:
-        """Of a job that has ended the count is of no use."""
+        """Of a job that has ended the count is of no use.
+
+        Raises:
+            BusUnavailable: It may not be removed: the job comes again, and is found to have ended.
+        """
         if self._counted or self._begun:
             await self._parts.beginnings.forget(self.attempt)
 
