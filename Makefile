@@ -59,6 +59,10 @@ bench: env ## benchmarks; results go to benchmarks/results
 soak: env ## kill, stop and restart workers and server under load, then account for every job; SOAK_SECONDS=600
 	@$(BIN)/python -m tests.soak
 
+.PHONY: test-batches
+test-batches: dev ## kill submitters, workers and servers of 100 batches of 5,000 lines; BATCH_SEEDS, BATCH_FIRST, BATCH_LINES
+	BATCH_SEEDS=$${BATCH_SEEDS:-100} $(BIN)/pytest tests/broker/test_batch_random.py $(PYTEST_ARGS)
+
 .PHONY: fuzz
 fuzz: dev ## a million changed messages at every decoder, on all cores; FUZZ_RUNS, FUZZ_SEED
 	@$(BIN)/python -m tests.fuzz

@@ -1,62 +1,118 @@
-"""Batches under random kills, on demand: `BATCH_SEEDS=100 pytest tests/broker/test_batch_random.py`.
+"""Batches under random kills: `make test-batches` has a hundred of them, BATCH_SEEDS so many from BATCH_FIRST on.
 
-A seed decides when the submitter, the workers and the server are killed. Every line must be in the output
-once, with the right answer, and nothing may be left on the server.
+A seed decides when the submitter, all workers and the server are killed, when the queue or the results are
+purged, and when a second process wants to run the same batch. Every line must be in the output once, with the
+right answer, and nothing may be left on the server.
 """
 
 from __future__ import annotations
 
 import os
 import random
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from inferbus.workers.batch.runs import Options, begin, run
+from inferbus.workers.bus.jetstream import layout
+from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.client import Client
+from inferbus.workers.stack.processes import Child
 from inferbus.workers.stack.server import NatsServer
 from tests.broker.test_batch import command, left_behind, until_written
 from tests.support.batches import line, read, reconcile, write
 from tests.support.eventually import eventually
-from tests.support.fleet import fleet
+from tests.support.fleet import Fleet, fleet
 
-SEEDS = int(os.environ.get("BATCH_SEEDS", "1"))
-LINES = int(os.environ.get("BATCH_LINES", "600"))
-SCRIPT = "[[rules]]\ndelay = 0.05\n"
+FIRST = int(os.environ.get("BATCH_FIRST", "0"))
+SEEDS = int(os.environ.get("BATCH_SEEDS", "2"))
+LINES = int(os.environ.get("BATCH_LINES", "5000"))
+EVENTS = 4
+WORKERS = 2
+SCRIPT = "[[rules]]\ndelay = 0.1\n"
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+class Chaos:
+    """One batch, its submitter and workers, and what may happen to them."""
+
+    def __init__(self, server: NatsServer, workers: Fleet, client: Client, folder: Path) -> None:
+        self.submitter: Child
+        self.source = write(folder / "in.jsonl", [line(n) for n in range(1, LINES + 1)])
+        self.output = folder / "out.jsonl"
+        self.partial = folder / "out.jsonl.partial"
+        self._server = server
+        self._fleet = workers
+        self._client = client
+        self._workers: list[Child] = []
+        self._commands = 0
+
+    @property
+    def events(self) -> list[Callable[[], Awaitable[None]]]:
+        """All that may happen."""
+        return [self.kill_submitter, self.kill_workers, self.kill_server, self.purge_queue, self.run_twice]
+
+    async def start(self) -> None:
+        await self._start_workers()
+        self.submitter = await self._run()
+
+    async def kill_submitter(self) -> None:
+        self.submitter.kill()
+        await self.submitter.wait()
+        self.submitter = await self._run()
+
+    async def kill_workers(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+        await self._start_workers()
+
+    async def kill_server(self) -> None:
+        await self._server.kill()
+        await self._server.restart()
+
+    async def purge_queue(self) -> None:
+        """Of what waits, not of what runs: that has been delivered, and is answered."""
+        await JetStream(self._client.bus).call(f"STREAM.PURGE.{layout.JOBS}")
+
+    async def run_twice(self) -> None:
+        """A second process for the same batch, which finds the first one alive, or everything done."""
+        second = await self._run()
+        code = await second.wait()
+        said = second.log.read_text()
+        assert (code == 1 and "batch_held" in said) or (code == 0 and f"{LINES}/{LINES} done" in said), said
+
+    async def _start_workers(self) -> None:
+        self._workers = [
+            await self._fleet.start("both", SCRIPT, ready=False, slots=64) for _ in range(WORKERS)
+        ]
+        for worker in self._workers:
+            await self._fleet.ready(worker, within=30)
+
+    async def _run(self) -> Child:
+        self._commands += 1
+        return await self._fleet.spawn(
+            f"batch-{self._commands}", command(self.source, self.output), OWNER="me"
+        )
+
+
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + SEEDS))
 async def test_whatever_is_killed_every_line_is_answered_once(
     server: NatsServer, tmp_path: Path, seed: int
 ) -> None:
     dice = random.Random(seed)
-    output = tmp_path / "out.jsonl"
-    partial = tmp_path / "out.jsonl.partial"
-    source = write(tmp_path / "in.jsonl", [line(n) for n in range(1, LINES + 1)])
     async with fleet(server, tmp_path) as workers, Client.connect(server.url, owner="me") as client:
-        worker = await workers.start("both", SCRIPT, slots=32)
-        child = await workers.spawn("batch-0", command(source, output), OWNER="me")
-        points = sorted(dice.sample(range(1, LINES // 2), 3))
-        for number, point in enumerate(points, 1):
-            await until_written(partial, point)
-            what = dice.choice(("submitter", "worker", "server"))
-            if what == "submitter":
-                child.kill()
-                await child.wait()
-                child = await workers.spawn(f"batch-{number}", command(source, output), OWNER="me")
-            elif what == "worker":
-                worker.kill()
-                worker = await workers.start("both", SCRIPT, slots=32)
-            else:
-                await server.kill()
-                await server.restart()
-        await eventually(lambda: child.returncode is not None, within=90)
-        assert child.returncode == 0, child.log.read_text()
-        record = await run(client, await begin(client, source, Options(output=output)))
+        chaos = Chaos(server, workers, client, tmp_path)
+        await chaos.start()
+        for point in sorted(dice.sample(range(1, LINES * 3 // 4), EVENTS)):
+            await until_written(chaos.partial, point)
+            await dice.choice(chaos.events)()
+        await eventually(lambda: chaos.submitter.returncode is not None, within=90)
+        assert chaos.submitter.returncode == 0, chaos.submitter.log.read_text()
+        record = await run(client, await begin(client, chaos.source, Options(output=chaos.output)))
         assert record.counts.succeeded == LINES
-        reconcile(output, tmp_path / "out.errors.jsonl", [f"line-{n}" for n in range(1, LINES + 1)])
-        for each in read(output):
+        expected = [f"line-{n}" for n in range(1, LINES + 1)]
+        reconcile(chaos.output, tmp_path / "out.errors.jsonl", expected)
+        for each in read(chaos.output):
             number = int(each["custom_id"].removeprefix("line-"))
             assert each["response"]["body"]["choices"][0]["token_ids"] == [number + 1, number + 2]
-        # A worker that is killed, or without its server, just as a job ends leaves a count, which expires.
-        assert [each for each in await left_behind(client) if ".attempts." not in each] == []
+        assert await left_behind(client) == []
