@@ -61,7 +61,7 @@ soak: env ## kill, stop and restart workers and server under load, then account 
 
 .PHONY: test-batches
 test-batches: dev ## kill submitters, workers and servers of 100 batches of 5,000 lines; BATCH_SEEDS, BATCH_FIRST, BATCH_LINES
-	BATCH_SEEDS=$${BATCH_SEEDS:-100} $(BIN)/pytest tests/broker/test_batch_random.py $(PYTEST_ARGS)
+	BATCH_FIRST=$${BATCH_FIRST:-0} BATCH_SEEDS=$${BATCH_SEEDS:-100} $(BIN)/pytest tests/broker/test_batch_random.py $(PYTEST_ARGS)
 
 .PHONY: fuzz
 fuzz: dev ## a million changed messages at every decoder, on all cores; FUZZ_RUNS, FUZZ_SEED

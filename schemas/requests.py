@@ -7,6 +7,7 @@ default, `16.0` is an integer, unknown fields are named in the answer's
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
@@ -14,7 +15,16 @@ from msgspec import Meta
 
 from inferbus.schemas import codec, limits
 from inferbus.schemas.errors import InvalidRequest, ModelNotFound, WrongKind
-from inferbus.schemas.sampling import HIDDEN_STOPS, INT64, NAMES, Sampling, TokenId, collect, integral
+from inferbus.schemas.sampling import (
+    ALIASES,
+    HIDDEN_STOPS,
+    INT64,
+    NAMES,
+    Sampling,
+    TokenId,
+    collect,
+    integral,
+)
 from inferbus.schemas.subjects import Kind
 
 TokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=limits.PROMPT_TOKENS)]
@@ -162,6 +172,11 @@ NESTED_SAMPLING: Final = {
 }
 """Objects of a body that may hold sampling parameters."""
 
+COMPLETION_TOKENS: Final = 16
+"""OpenAI's default of `max_tokens` for completions, over HTTP and in batch files; the bus has none."""
+
+_MAX_TOKENS: Final = ("max_new_tokens", *(name for name in ALIASES if ALIASES[name] == "max_new_tokens"))
+
 _INTS: Final[dict[Kind, frozenset[str]]] = {
     "tokens": frozenset({"top_logprobs", "priority"}),
     "chat": frozenset({"top_logprobs", "priority"}),
@@ -223,6 +238,12 @@ def parse(kind: Kind, fields: dict[str, Any], *, model: str | None = None) -> An
         raise ModelNotFound("the body names another model than the subject", param="model")
     request.check()
     return request
+
+
+def bounds_tokens(fields: Mapping[str, Any]) -> bool:
+    """Whether a body says how many tokens it wants at most."""
+    nested = (each for name in NESTED_SAMPLING if isinstance(each := fields.get(name), Mapping))
+    return any(each.get(name) is not None for each in (fields, *nested) for name in _MAX_TOKENS)
 
 
 def _nested_sampling(fields: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -58,6 +58,17 @@ async def test_every_line_is_answered_once(workers: Fleet, client: Client, tmp_p
     assert await left_behind(client) == []
 
 
+async def test_a_completion_has_openais_16_tokens_unless_it_says_otherwise(
+    workers: Fleet, client: Client
+) -> None:
+    await workers.start("both", "[[rules]]\nlength = 40\n", slots=8)
+    more: list[dict[str, Any]] = [{}, {"max_tokens": None}, {"max_tokens": 30}]
+    more += [{"sampling_params": {"max_new_tokens": 5}}, {"sampling_params": {"temperature": 0}}]
+    rows = [{"model": "scripted", "prompt": "a", **each} for each in more]
+    lines = [each async for each in client.batch(rows, kind="completions", ordered=True)]
+    assert [each["response"]["body"]["usage"]["completion_tokens"] for each in lines] == [16, 16, 30, 5, 16]
+
+
 async def test_rows_of_a_program_are_answered_with_and_without_a_loop(
     workers: Fleet, client: Client, server: NatsServer
 ) -> None:

@@ -28,6 +28,7 @@ from inferbus.schemas import codec, headers
 from inferbus.schemas.bundles import CONTENT_TYPE, Bundle, BundleAnswer
 from inferbus.schemas.errors import BusUnavailable, ErrorBody, InferbusError, Overloaded, PayloadTooLarge
 from inferbus.schemas.objects import parse_object
+from inferbus.schemas.requests import COMPLETION_TOKENS, bounds_tokens
 from inferbus.workers.batch import bundling
 from inferbus.workers.batch.bundling import Backlog, Pace
 from inferbus.workers.batch.copies import SEGMENT, Copy, restore
@@ -405,17 +406,21 @@ class Submitter:
                 return
 
     def _body(self, job: Open) -> bytes:
-        lines = [self._own_model(line) for line in job.lines.values()]
+        lines = [self._as_sent(line) for line in job.lines.values()]
         if not job.alone:
             return bundling.encode(lines)
         fields = msgspec.json.decode(lines[0].body)
         return encode_body(request_body(self.record.kind, fields, streamed=False), codec.JSON)
 
-    def _own_model(self, line: Line) -> Line:
-        """The line as it is sent: it names the batch's model or none."""
-        if line.model in (None, self.record.model):
+    def _as_sent(self, line: Line) -> Line:
+        """The line as it is sent: it names the batch's model or none, and OpenAI's default is its own."""
+        model, kind = self.record.model, self.record.kind
+        change: dict[str, Any] = {} if line.model in (None, model) else {"model": model}
+        if kind == "completions" and not bounds_tokens(msgspec.json.decode(line.body)):
+            change["max_tokens"] = COMPLETION_TOKENS
+        if not change:
             return line
-        fields = msgspec.json.decode(line.body) | {"model": self.record.model}
+        fields = msgspec.json.decode(line.body) | change
         return msgspec.structs.replace(line, body=msgspec.Raw(msgspec.json.encode(fields)))
 
     def _refused(self, name: str, job: Open, error: PayloadTooLarge) -> None:

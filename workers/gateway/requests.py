@@ -13,20 +13,12 @@ from starlette.requests import Request
 
 from inferbus.schemas import codec
 from inferbus.schemas.errors import InvalidRequest, PayloadTooLarge, UndecodableBody, UnsupportedContentType
-from inferbus.schemas.requests import NESTED_SAMPLING
-from inferbus.schemas.sampling import ALIASES
+from inferbus.schemas.requests import COMPLETION_TOKENS, NESTED_SAMPLING, bounds_tokens
 from inferbus.schemas.subjects import Kind, escape
-
-COMPLETION_TOKENS: Final = 16
-"""OpenAI's default of `max_tokens` for completions; the bus has none."""
 
 LONGEST_WAIT: Final = 300.0
 """Seconds that `Prefer: wait=…` may ask for."""
 
-_MAX_TOKENS: Final = (
-    "max_new_tokens",
-    *(name for name, field in ALIASES.items() if field == "max_new_tokens"),
-)
 _IDEMPOTENCY_KEY: Final = re.compile(r"[!-.0-~]{1,128}")
 _WAIT: Final = re.compile(r"\bwait=(\d{1,6})\b")
 _NULL: Final = msgspec.Raw(b"null")
@@ -198,7 +190,5 @@ def _field(fields: dict[str, msgspec.Raw], name: str, kind: type[Any]) -> Any:
 
 def _bounded(fields: dict[str, msgspec.Raw]) -> bool:
     """Whether a body says how many tokens it wants at most."""
-    if any(name in fields for name in _MAX_TOKENS):
-        return True
-    nested = [_field(fields, name, dict[str, Any]) for name in NESTED_SAMPLING if name in fields]
-    return any(each.get(name) is not None for each in nested for name in _MAX_TOKENS)
+    nested = {name: _field(fields, name, dict[str, Any]) for name in NESTED_SAMPLING if name in fields}
+    return bounds_tokens(fields | nested)

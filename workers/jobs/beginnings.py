@@ -87,8 +87,8 @@ class Beginnings:
     async def forget(self, attempt: Attempt) -> None:
         """Removes the count of a submission that has ended; where that is not permitted, it expires.
 
-        To be awaited once the result is stored, and before the job is acknowledged: a job that is acknowledged
-        does not come again, so nobody would remove what a worker left that was killed in between.
+        To be awaited once the result is stored, and before the job is acknowledged: an acknowledged one does
+        not come again, so nobody would remove what a worker left that was killed in between.
 
         Raises:
             BusUnavailable: It may not be removed.
