@@ -42,6 +42,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         deadline: Seconds that a line may take from when it was submitted; None: no limit.
         skip_invalid: Lines that cannot be run become error lines; otherwise the batch does not begin.
         ordered: The finished output is in the order of the input.
+        reorder: Lines whose prompts begin alike are sent near each other.
         template: What is made of the input's rows; None: they are lines of a batch file.
         shared: Input and output are on the server too, so that another machine can go on.
     """
@@ -53,6 +54,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float | None = None
     skip_invalid: bool = False
     ordered: bool = False
+    reorder: bool = True
     template: Template | None = None
     shared: bool = False
 
@@ -271,6 +273,7 @@ async def _new(
         deadline=options.deadline,
         skip_invalid=options.skip_invalid,
         ordered=options.ordered,
+        as_read=not options.reorder,
         shared=options.shared,
         problems=validation.problems[:SHOWN],
         replies=secrets.token_hex(11),

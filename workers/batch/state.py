@@ -103,6 +103,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
         deadline: Seconds that a line may take; None: no limit.
         skip_invalid: Whether lines that cannot be run become error lines.
         ordered: Whether the output is in the order of the input.
+        as_read: Whether lines are sent in the order of the input; see `grouping`.
         problems: What validation has found.
         first: Number of the oldest job that may be open.
         reserved: Jobs with this number and above were never sent.
@@ -137,6 +138,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     deadline: float | None = None
     skip_invalid: bool = False
     ordered: bool = False
+    as_read: bool = False
     problems: list[Problem] = []
     first: int = 0
     reserved: int = 0

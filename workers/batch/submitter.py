@@ -33,6 +33,7 @@ from inferbus.workers.batch import bundling
 from inferbus.workers.batch.bundling import Backlog, Pace
 from inferbus.workers.batch.copies import SEGMENT, Copy, restore
 from inferbus.workers.batch.errors import BatchHeld
+from inferbus.workers.batch.grouping import grouped
 from inferbus.workers.batch.lines import Expected, Line, Problem, Unusable, parse
 from inferbus.workers.batch.output import Output, answer_line, error_line
 from inferbus.workers.batch.reading import batch_file, numbered
@@ -254,7 +255,8 @@ class Submitter:
     # The run.
 
     async def _work(self) -> None:
-        backlog = Backlog(self._lines())
+        lines = self._lines()
+        backlog = Backlog(lines if self.record.as_read else grouped(lines))
         await self._find_submitted(backlog)
         self._scanned = True
         await self._look_at_workers()

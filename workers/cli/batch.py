@@ -79,6 +79,11 @@ def _run_options(command: Any) -> Any:
                 help="How long a line may take from when it is submitted; default: no limit.",
             ),
             click.option("--skip-invalid", is_flag=True, help="Lines that cannot be run become error lines."),
+            click.option(
+                "--no-reorder",
+                is_flag=True,
+                help="Send lines in the input's order, not those near each other whose prompts begin alike.",
+            ),
             click.option("--ordered", is_flag=True, help="Put the finished output into the input's order."),
             click.option(
                 "--shared",
@@ -404,6 +409,7 @@ def _options(options: dict[str, Any], files: tuple[str, ...]) -> Options:
         deadline=options.pop("line_deadline"),
         skip_invalid=options.pop("skip_invalid"),
         ordered=options.pop("ordered"),
+        reorder=not options.pop("no_reorder"),
         template=template_of(options),
         shared=options.pop("shared"),
     )
