@@ -2,7 +2,8 @@
 
 An engine computes a beginning once and finds it in its cache for every other prompt that has it, as long as
 it is still there. In a file whose lines take turns between many long system prompts it may not be. So a
-stretch of the file is sorted by what the prompts say; a bundle then has lines of one beginning, for one worker.
+stretch of the file is sorted by what the prompts say; a bundle then has lines of one beginning, for one
+worker.
 """
 
 from __future__ import annotations
