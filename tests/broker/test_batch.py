@@ -194,6 +194,39 @@ async def test_a_cancelled_batch_has_a_line_for_every_line_and_a_retry_runs_the_
     reconcile(output, errors, [f"line-{n}" for n in range(1, count + 1)])
 
 
+@pytest.mark.parametrize("state", ["begun", "waiting for workers", "running", "abandoned", "cancelling"])
+async def test_a_batch_is_cancelled_in_every_state(
+    workers: Fleet, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    monkeypatch.setattr(submitter, "CANCEL_GRACE", 1.0)
+    if state != "waiting for workers":
+        await workers.start("both", "[[rules]]\ndelay = 0.2\n", slots=8)
+    source = write(tmp_path / "in.jsonl", [line(n) for n in range(1, 201)])
+    partial = tmp_path / "in.output.jsonl.partial"
+    batches, begun = Batches(client.bus, "me"), await begin(client, source, Options())
+    batch_id = begun.kept.record.id
+    if state != "begun":
+        running = asyncio.create_task(run(client, begun))
+        await until_written(partial, 0 if state == "waiting for workers" else 9)
+        if state == "abandoned":
+            running.cancel()
+            await asyncio.wait({running})
+    await batches.ask_cancel(batch_id)
+    if state == "cancelling":
+        await eventually(lambda: begun.kept.record.status == "cancelling")
+        await batches.ask_cancel(batch_id)
+        running.cancel()
+        await asyncio.wait({running})
+    if state in ("begun", "abandoned", "cancelling"):
+        running = asyncio.create_task(run(client, await proceed(client, batch_id)))
+    record = await running
+    assert (record.status, record.counts.ended) == ("cancelled", 200)
+    reconcile(
+        tmp_path / "in.output.jsonl", tmp_path / "in.errors.jsonl", [f"line-{n}" for n in range(1, 201)]
+    )
+    assert {each["error"]["code"] for each in read(tmp_path / "in.errors.jsonl")} == {"batch_cancelled"}
+
+
 async def test_what_was_purged_from_the_queue_is_sent_again(
     client: Client, workers: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

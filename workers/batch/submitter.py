@@ -257,6 +257,7 @@ class Submitter:
     async def _work(self) -> None:
         lines = self._lines()
         backlog = Backlog(lines if self.record.as_read else grouped(lines))
+        await self._find_ending()
         await self._find_submitted(backlog)
         self._scanned = True
         await self._look_at_workers()
@@ -582,18 +583,22 @@ class Submitter:
     async def _keep_house_once(self) -> None:
         if self._clock() - self._asked >= CANCEL_ASKED_EVERY:
             self._asked = self._clock()
-            if self._ending is None and await self._batches.cancel_asked(self.record.id):
-                self._ending = "cancelled"
+            await self._find_ending()
         if self._clock() - self._saved >= SAVED_EVERY:
             await self._look_at_workers()
             await self._save()
-        window, created = self.record.window, self.record.stamps["created_at"]
-        if self._ending is None and window is not None and time.time() > created + window:
-            self._ending = "expired"
         await self._look_for_results()
         if self._clock() - self._copied >= COPIED_EVERY or self._uncopied >= SEGMENT:
             await self._copy_output()
         await self._forget()
+
+    async def _find_ending(self) -> None:
+        """Whether it is to be cancelled, or has expired; the first of these counts."""
+        window, created = self.record.window, self.record.stamps["created_at"]
+        if self._ending is None and await self._batches.cancel_asked(self.record.id):
+            self._ending = "cancelled"
+        if self._ending is None and window is not None and time.time() > created + window:
+            self._ending = "expired"
 
     async def _look_at_workers(self) -> None:
         with contextlib.suppress(BusUnavailable):
