@@ -2,7 +2,8 @@
 
 The engines are scripted and answer at once, so what is measured is the message plane: submission, bundles,
 results, output files, each synced (`sync_interval: always`). Beside it, in the same run, a loop over live
-requests with `asyncio.gather` and a semaphore, which stores nothing.
+requests with `asyncio.gather` and a semaphore, which stores nothing. With `--seconds` a line takes as long as
+with a real engine, and what is measured is whether one submitter keeps all workers busy.
 """
 
 from __future__ import annotations
@@ -58,9 +59,24 @@ SERVER_MIB: Final = 32
 
 Way = Literal["gather", "batch", "shared", "killed"]
 
-_SCRIPT: Final = (
-    "tokenizer = false\nvocabulary = 32768\nmax_running = 256\n[[rules]]\nlength = 16\nper_delta = 16\n"
-)
+SLOTS: Final = 256
+"""Of a worker."""
+
+LIVE_SHARE: Final = 0.25
+"""Of the slots, which jobs leave to live requests: the setting's default."""
+
+BUSY: Final = 0.95
+"""Of the slots that jobs may have, from the first line to the last, where lines take a while."""
+
+_SCRIPT: Final = """\
+tokenizer = false
+vocabulary = 32768
+max_running = {slots}
+[[rules]]
+length = 16
+per_delta = 16
+first_delay = {seconds}
+"""
 _CHILD: Final = """
 import asyncio, json, resource, sys, time
 from pathlib import Path
@@ -131,6 +147,8 @@ async def measure(
     workers: int = 1,
     prompt: int = PROMPT,
     shared: bool = False,
+    slots: int = SLOTS,
+    seconds: float = 0.0,
 ) -> Report:
     """One reading for each size, the plain loop first, a killed submitter last.
 
@@ -141,14 +159,18 @@ async def measure(
         workers: Scripted workers.
         prompt: Token ids of a prompt.
         shared: Measure batches that are shared as well.
+        slots: Requests that a worker takes at once.
+        seconds: That a line takes in a worker.
     """
     sizes = sizes or (QUICK if quick else SIZES)
     taken, load_before, started = report.now(), machine.load(), time.monotonic()
     readings: list[Reading] = []
     roles: list[Role] = ["both"] * workers
+    possible = workers * (slots - round(slots * LIVE_SHARE)) / seconds if seconds else None
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="inferbus-bench-")))
-        script = report.write(folder / "script.toml", _SCRIPT)
+        scripted = _SCRIPT.format(slots=slots, seconds=float(seconds))
+        script = report.write(folder / "script.toml", scripted)
         bench = _Bench(
             await stack.enter_async_context(LocalStack("", model=MODEL, roles=roles, scripted=script)),
             folder,
@@ -171,9 +193,9 @@ async def measure(
         versions=machine.versions(),
         machine=machine.Machine.here(),
         load_before=load_before,
-        setup={"workers": workers, "prompt": prompt, "answer": 16, "script": _SCRIPT},
+        setup={"workers": workers, "prompt": prompt, "answer": 16, "script": scripted},
         summary=readings,
-        aims=list(_aims(readings)),
+        aims=list(_aims(readings, possible)),
         readings=readings,
     )
 
@@ -370,7 +392,8 @@ def _again(output: Path) -> int:
     return len(ids) - len(set(ids))
 
 
-def _aims(readings: Sequence[Reading]) -> list[Aim]:
+def _aims(readings: Sequence[Reading], possible: float | None) -> list[Aim]:
+    """How the readings stand; `possible` lines/s are those of workers that are busy all the time."""
     plain = readings[0]
     (killed,) = (each for each in readings if each.way == "killed")
     ordered = sorted((each for each in readings if each.way == "batch"), key=lambda each: each.lines)
@@ -380,6 +403,10 @@ def _aims(readings: Sequence[Reading]) -> list[Aim]:
     more = large.server_after_mib - small.server_after_mib
     ratio = large.lines_per_second / plain.lines_per_second
     assert killed.first_new is not None
+    if possible is None:
+        what, found, wanted = "asyncio.gather over live requests, which store nothing", ratio, 1.0
+    else:
+        what, found, wanted = "workers that are busy all the time", large.lines_per_second / possible, BUSY
     return [
         Aim(
             what="memory of the client",
@@ -406,10 +433,10 @@ def _aims(readings: Sequence[Reading]) -> list[Aim]:
             met=killed.first_new <= WANTED_RESUME and not killed.again,
         ),
         Aim(
-            what="lines/s to those of asyncio.gather over live requests, which store nothing",
-            wanted="1 at least",
-            found=f"{ratio:.2f}",
-            met=ratio >= 1,
+            what=f"lines/s to those of {what}",
+            wanted=f"{wanted:g} at least",
+            found=f"{found:.3f}",
+            met=found >= wanted,
         ),
     ]
 
@@ -420,6 +447,8 @@ def main() -> int:
     parser.add_argument("--lines", type=int, nargs="+", default=SIZES)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--prompt", type=int, default=PROMPT, help="token ids of a prompt")
+    parser.add_argument("--slots", type=int, default=SLOTS, help="requests that a worker takes at once")
+    parser.add_argument("--seconds", type=float, default=0.0, help="that a line takes in a worker")
     parser.add_argument("--shared", action="store_true", help="measure batches that are shared as well")
     parser.add_argument("--out", type=Path, default=report.RESULTS, metavar="DIR", help="for the JSON file")
     arguments = parser.parse_args()
@@ -431,6 +460,8 @@ def main() -> int:
         workers=arguments.workers,
         prompt=arguments.prompt,
         shared=arguments.shared,
+        slots=arguments.slots,
+        seconds=arguments.seconds,
     )
     try:
         found = asyncio.run(measuring)
