@@ -19,9 +19,10 @@ from typing import Any
 
 import msgspec
 
+from inferbus.schemas import requests
 from inferbus.schemas.errors import InferbusError
 from inferbus.schemas.fleet import Role
-from inferbus.schemas.requests import parse
+from inferbus.schemas.kinds import parse
 from inferbus.workers.engine.interface import AnswerIdentity, Delta, Leg, Prompt
 from inferbus.workers.engine.sglang import LaunchFailed, SGLangEngine, health
 from inferbus.workers.stack import models
@@ -104,8 +105,15 @@ class Host:
         self._engine.abort(rid)
         await channel.send({})
 
-    async def _prepare(self, channel: Channel, kind: Any, body: dict[str, Any]) -> None:
+    async def _plan(self, channel: Channel, kind: Any, body: dict[str, Any], priority: int) -> None:
         request = parse(kind, body)
+        assert not isinstance(request, requests.Request)
+        computation = await self._engine.plan(request)
+        answer = await computation.answer(priority)
+        await channel.send({"prompt_tokens": computation.prompt_tokens, "answer": answer})
+
+    async def _prepare(self, channel: Channel, kind: Any, body: dict[str, Any]) -> None:
+        request = requests.parse(kind, body)
         prompt = await self._engine.prepare(request)
         self._prompts.append(prompt)
         legs = [prompt.leg(index, rid="") for index in range(prompt.choices)]
