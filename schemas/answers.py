@@ -165,6 +165,10 @@ class DetokenizeAnswer(msgspec.Struct, kw_only=True):
     warnings: list[str] = []
 
 
+ComputedAnswer = EmbeddingsAnswer | TokenizeAnswer | DetokenizeAnswer
+"""Of the kinds whose answer comes in one piece."""
+
+
 class TextChunk(msgspec.Struct, omit_defaults=True, kw_only=True):
     """What inferbus adds to OpenAI's `chat.completion.chunk` and to a streamed `text_completion`.
 

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from inferbus.schemas.answers import (
+    ComputedAnswer,
     DetokenizeAnswer,
     EmbeddingsAnswer,
     TokenAnswer,
@@ -32,7 +33,6 @@ from inferbus.schemas.fleet import Role
 from inferbus.schemas.requests import AnyRequest
 from inferbus.workers.engine.interface import (
     AnswerIdentity,
-    ComputedAnswer,
     Delta,
     EngineInfo,
     EngineLoad,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import IO, Any, Final
 
 import click
@@ -14,6 +15,7 @@ from inferbus.schemas.errors import BusUnavailable, InferbusError, NoWorker
 from inferbus.workers.cli.options import settings_of
 from inferbus.workers.cli.tables import printable
 from inferbus.workers.client import Client, TimedOut
+from inferbus.workers.client.models import unserved
 from inferbus.workers.config import Settings
 from inferbus.workers.observe import logs
 
@@ -116,3 +118,19 @@ async def model_or_only(client: Client, model: str | None) -> str:
     if len(served) > 1:
         raise click.UsageError(f"name one of the models that are served: {', '.join(served)}")
     return served[0]
+
+
+@asynccontextmanager
+async def explaining_absence(client: Client, model: str) -> AsyncIterator[None]:
+    """Has `NoWorker` say what is served, where nobody serves this model.
+
+    Raises:
+        NoWorker: From the block.
+    """
+    try:
+        yield
+    except NoWorker:
+        served = await client.models()
+        if model in served:
+            raise
+        raise NoWorker(unserved(model, served)) from None

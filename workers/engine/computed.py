@@ -6,9 +6,8 @@ import base64
 import struct
 from collections.abc import Sequence
 
-from inferbus.schemas.answers import Embedding, EmbeddingsAnswer, Usage
+from inferbus.schemas.answers import ComputedAnswer, Embedding, EmbeddingsAnswer, Usage
 from inferbus.schemas.computed import EmbeddingsRequest
-from inferbus.workers.engine.interface import ComputedAnswer
 
 
 class Known:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from inferbus.schemas.answers import DetokenizeAnswer, EmbeddingsAnswer, TokenizeAnswer
+from inferbus.schemas.answers import ComputedAnswer
 from inferbus.schemas.computed import AnyComputed
 from inferbus.schemas.fleet import Bootstrap, Capacity, Signature
 from inferbus.schemas.handoff import Transfer
@@ -161,10 +161,6 @@ class Prompt(Protocol):
         ...
 
 
-ComputedAnswer = EmbeddingsAnswer | TokenizeAnswer | DetokenizeAnswer
-"""With an empty `job` and attempt 0, for the role to set."""
-
-
 class Computation(Protocol):
     """A request of a computed kind that was checked and tokenised."""
 
@@ -174,7 +170,7 @@ class Computation(Protocol):
         ...
 
     async def answer(self, priority: int) -> ComputedAnswer:
-        """The answer. Cancelling this aborts what the engine computes for it.
+        """The answer, with an empty `job` and attempt 0, for the role to set. Cancelling aborts its calls.
 
         Args:
             priority: Of the engine's calls, where it schedules by priority.

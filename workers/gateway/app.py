@@ -42,6 +42,15 @@ Handler = Callable[[Request, Client], Awaitable[ASGIApp]]
 REQUEST_ID: Final = "x-request-id"
 """Header of every answer from the bus: the job's id, for logs on both sides."""
 
+COMPUTED_PATHS: Final[dict[str, Kind]] = {
+    "/v1/embeddings": "embeddings",
+    "/v1/tokenize": "tokenize",
+    "/v1/detokenize": "detokenize",
+    "/tokenize": "tokenize",
+    "/detokenize": "detokenize",
+}
+"""SGLang's server has its tokenizer at both places."""
+
 _HERE: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
@@ -72,6 +81,10 @@ class Gateway:
             routes=[
                 self._route("POST", "/v1/chat/completions", partial(self._ask, "chat")),
                 self._route("POST", "/v1/completions", partial(self._ask, "completions")),
+                *(
+                    self._route("POST", path, partial(self._ask, kind))
+                    for path, kind in COMPUTED_PATHS.items()
+                ),
                 self._route("GET", "/v1/models", self._models),
                 self._route("GET", "/v1/models/{model:path}", self._model),
                 self._route("GET", "/v1/jobs/{id}/stream", self._stream_job),

@@ -15,7 +15,7 @@ from inferbus.schemas import codec
 from inferbus.schemas.errors import InvalidRequest, PayloadTooLarge, UndecodableBody, UnsupportedContentType
 from inferbus.schemas.requests import NESTED_SAMPLING
 from inferbus.schemas.sampling import ALIASES
-from inferbus.schemas.subjects import Kind, escape
+from inferbus.schemas.subjects import COMPUTED, Kind, escape
 
 COMPLETION_TOKENS: Final = 16
 """OpenAI's default of `max_tokens` for completions; the bus has none."""
@@ -107,6 +107,8 @@ async def read_request(request: Request, kind: Kind, *, limit: int) -> Asked:
     background = bool(_field(fields, "background", bool)) or "respond-async" in _preferences(request)
     fields.pop("background", None)
     body: dict[str, Any] = {**fields, "stream": streamed}
+    if kind in COMPUTED and streamed:
+        raise InvalidRequest("this answer comes in one piece", param="stream")
     options = _field(fields, "stream_options", dict)
     if streamed and options is None:
         # OpenAI sends the usage only where it is asked for; our client asks for it by default.

@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
-from inferbus.schemas.answers import DetokenizeAnswer, TokenizeAnswer
+from inferbus.schemas.answers import ComputedAnswer, DetokenizeAnswer, TokenizeAnswer
 from inferbus.schemas.computed import AnyComputed, DetokenizeRequest, EmbeddingsRequest, TokenizeRequest
 from inferbus.schemas.errors import ContextLengthExceeded, InvalidRequest, NotSupported
 from inferbus.workers.engine.computed import Known, embeddings_answer
-from inferbus.workers.engine.interface import Computation, ComputedAnswer, Delta, EngineInfo, Leg
+from inferbus.workers.engine.interface import Computation, Delta, EngineInfo, Leg
 from inferbus.workers.engine.scripted.prompt import render
 from inferbus.workers.engine.scripted.script import USER
 from inferbus.workers.engine.scripted.text import ByteTokenizer

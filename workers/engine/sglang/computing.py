@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 
 import structlog
 
-from inferbus.schemas.answers import DetokenizeAnswer, TokenizeAnswer
+from inferbus.schemas.answers import ComputedAnswer, DetokenizeAnswer, TokenizeAnswer
 from inferbus.schemas.computed import AnyComputed, DetokenizeRequest, EmbeddingsRequest, TokenizeRequest
 from inferbus.schemas.errors import (
     ContextLengthExceeded,
@@ -27,7 +27,7 @@ from inferbus.schemas.errors import (
 )
 from inferbus.workers import tracing
 from inferbus.workers.engine.computed import Known, embeddings_answer
-from inferbus.workers.engine.interface import Computation, ComputedAnswer
+from inferbus.workers.engine.interface import Computation
 from inferbus.workers.engine.sglang.bounds import Bounds
 from inferbus.workers.engine.sglang.calls import UNAVAILABLE
 from inferbus.workers.engine.sglang.redaction import unquoted
