@@ -162,6 +162,11 @@ class RemoteEngine:
         """As the interface says."""
         self.stop()
 
+    async def http(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """What SGLang's own HTTP server answers on this engine: a status and a body."""
+        answer = await self._ask(do="http", path=path, body=body)
+        return answer["status"], answer["body"]
+
     async def bare(self, **fields: Any) -> list[int]:
         """The tokens of a call of SGLang's engine itself."""
         token_ids: list[int] = (await self._ask(do="bare", fields=fields))["token_ids"]
