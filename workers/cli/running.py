@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from asyncio import AbstractEventLoop
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import IO, Any, Final
@@ -87,10 +88,18 @@ def run(settings: Settings, work: Work, **options: Any) -> int:
     return run_coroutine(connected)
 
 
-def run_coroutine(work: Callable[[], Coroutine[Any, Any, int]]) -> int:
-    """Runs a coroutine, and turns what it raises into a line and an exit code."""
+def run_coroutine(
+    work: Callable[[], Coroutine[Any, Any, int]], *, new_loop: Callable[[], AbstractEventLoop] | None = None
+) -> int:
+    """Runs a coroutine, and turns what it raises into a line and an exit code.
+
+    Args:
+        work: The coroutine function.
+        new_loop: Makes the event loop; None: asyncio's own.
+    """
     try:
-        return asyncio.run(work())
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            return runner.run(work())
     except InferbusError as error:
         print_error(error)
         return exit_code(error)
