@@ -27,7 +27,7 @@ from inferbus.workers.config import GatewaySettings
 from inferbus.workers.gateway import batches, jobs
 from inferbus.workers.gateway.answers import chunks, live_answer, live_chunks
 from inferbus.workers.gateway.batches import Runner
-from inferbus.workers.gateway.errors import error_response, http_error, json_response
+from inferbus.workers.gateway.errors import UnknownPath, error_response, http_error, json_response
 from inferbus.workers.gateway.events import AnswerCut, EventStream, unless_left
 from inferbus.workers.gateway.files import Files, upload
 from inferbus.workers.gateway.keys import Keys
@@ -50,6 +50,8 @@ COMPUTED_PATHS: Final[dict[str, Kind]] = {
     "/detokenize": "detokenize",
 }
 """SGLang's server has its tokenizer at both places."""
+
+_ANY_METHOD: Final = ["GET", "POST", "DELETE"]
 
 _HERE: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 
@@ -101,6 +103,8 @@ class Gateway:
                 self._route("POST", "/v1/batches/{id}/cancel", self._cancel_batch, limited=False),
                 self._route("GET", "/status", self._status, limited=False),
                 self._route("GET", "/metrics", self._figures, limited=False),
+                Route("/v1/responses", _no_responses, methods=_ANY_METHOD),
+                Route("/v1/responses/{rest:path}", _no_responses, methods=_ANY_METHOD),
                 Route("/livez", _livez),
                 Route("/readyz", self._readyz),
                 Route("/", _page),
@@ -309,6 +313,11 @@ async def _queues(client: Client) -> list[dict[str, Any]] | None:
 
 async def _livez(request: Request) -> Response:
     return json_response({"alive": True})
+
+
+async def _no_responses(request: Request) -> Response:
+    """See docs/gateway.md: SGLang's layer keeps its responses in one process, and we keep nothing there."""
+    return error_response(UnknownPath("the Responses API is not served; use /v1/chat/completions"))
 
 
 async def _page(request: Request) -> Response:
