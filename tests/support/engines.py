@@ -46,7 +46,7 @@ def needed(items: Iterable[pytest.Item]) -> bool:
 
 
 def start(folder: Path) -> dict[str, RemoteEngine]:
-    """`both`, a pair of `prefill` and `decode`, `bare` without tokenizer, `embeds` for embeddings; none is up yet."""
+    """`both`, a pair of `prefill` and `decode`, `bare` (no tokenizer), `embeds`. None is waited for."""
     folder = Path(KEPT) if KEPT else folder
     return {
         name: RemoteEngine(role, folder / name, [*FLAGS, *OWN_FLAGS.get(name, ())])
