@@ -63,7 +63,7 @@ class EmbeddingsRequest(ComputedRequest, omit_defaults=True, kw_only=True):
     kind = "embeddings"
     essential = ("input",)
 
-    input: str | Annotated[list[str | int | list[TokenId]], Meta(min_length=1)]
+    input: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
     encoding_format: EncodingFormat = "float"
     dimensions: Annotated[int, Meta(ge=1)] | None = None
     priority: Annotated[int, Meta(ge=INT64.start, le=INT64.stop - 1)] | None = None
@@ -133,7 +133,7 @@ class DetokenizeRequest(ComputedRequest, omit_defaults=True, kw_only=True):
     kind = "detokenize"
     essential = ("tokens",)
 
-    tokens: Annotated[list[int | list[TokenId]], Meta(max_length=limits.PROMPT_TOKENS)]
+    tokens: Annotated[list[TokenId | list[TokenId]], Meta(max_length=limits.PROMPT_TOKENS)]
     skip_special_tokens: bool = True
 
     @property

@@ -166,6 +166,7 @@ async def test_the_tokenizer_is_asked_over_nats(client: Client) -> None:
         ({"input": [{"text": "a"}]}, InvalidRequest, "input[0]"),
         ({"input": ["a", "b" * 65]}, ContextLengthExceeded, "input[1]"),
         ({"input": "a", "encoding_format": "int8"}, InvalidRequest, "encoding_format"),
+        ({"input": [-1]}, InvalidRequest, "input[0]"),
         ({"input": "a", "stream": True}, InvalidRequest, "stream"),
         ({"input": "a", "embed_overrides": []}, NotSupported, "embed_overrides"),
         ({"messages": HI}, WrongKind, "input"),

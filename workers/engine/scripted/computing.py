@@ -48,18 +48,24 @@ def plan(
         case TokenizeRequest():
             return Known(_tokenized(request, info, tokenizer))
         case DetokenizeRequest():
+            for param, token_ids in request.lists:
+                _check_vocabulary(param, token_ids, info)
             texts = [tokenizer.decode(token_ids) for _, token_ids in request.lists]
             return Known(DetokenizeAnswer(job="", attempt=0, text=texts if request.several else texts[0]))
 
 
 def _checked(param: str, given: str | list[int], info: EngineInfo, tokenizer: ByteTokenizer) -> list[int]:
     token_ids = tokenizer.encode(given) if isinstance(given, str) else given
-    if max(token_ids) >= info.capacity.vocabulary:
-        raise InvalidRequest(f"{param} holds a token id outside the vocabulary", param=param)
+    _check_vocabulary(param, token_ids, info)
     if len(token_ids) >= info.capacity.context_length:
         message = f"{param} has {len(token_ids)} tokens, the context has {info.capacity.context_length}"
         raise ContextLengthExceeded(message, param=param, prompt=len(token_ids), total=len(token_ids) + 1)
     return token_ids
+
+
+def _check_vocabulary(param: str, token_ids: list[int], info: EngineInfo) -> None:
+    if max(token_ids, default=0) >= info.capacity.vocabulary:
+        raise InvalidRequest(f"{param} holds a token id outside the vocabulary", param=param)
 
 
 def _tokenized(request: TokenizeRequest, info: EngineInfo, tokenizer: ByteTokenizer) -> TokenizeAnswer:
