@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from inferbus.schemas import codec, handoff, headers, limits
 from inferbus.schemas.answers import (
+    DetokenizeAnswer,
+    Embedding,
+    EmbeddingsAnswer,
     FinishReason,
     PromptTokensDetails,
     Retrying,
@@ -17,10 +20,12 @@ from inferbus.schemas.answers import (
     TokenAnswer,
     TokenChoice,
     TokenChunk,
+    TokenizeAnswer,
     TokenLogprobs,
     TopLogprob,
     Usage,
 )
+from inferbus.schemas.computed import AnyComputed, DetokenizeRequest, EmbeddingsRequest, TokenizeRequest
 from inferbus.schemas.errors import (
     AttemptsExhausted,
     BusUnavailable,
@@ -56,6 +61,7 @@ from inferbus.schemas.errors import (
 )
 from inferbus.schemas.fleet import Bootstrap, Capacity, Load, Role, Signature, State, WorkerInfo
 from inferbus.schemas.headers import Continuation, Status
+from inferbus.schemas.kinds import WireRequest, parse, read
 from inferbus.schemas.requests import (
     AnyRequest,
     ChatRequest,
@@ -63,8 +69,6 @@ from inferbus.schemas.requests import (
     Request,
     StreamOptions,
     TokenRequest,
-    parse,
-    read,
 )
 from inferbus.schemas.sampling import Sampling
 from inferbus.schemas.subjects import (
@@ -79,6 +83,7 @@ from inferbus.schemas.subjects import (
 )
 
 __all__ = [
+    "AnyComputed",
     "AnyRequest",
     "AttemptsExhausted",
     "Bootstrap",
@@ -91,7 +96,12 @@ __all__ = [
     "ContextLengthExceeded",
     "Continuation",
     "DeadlineExceeded",
+    "DetokenizeAnswer",
+    "DetokenizeRequest",
     "Draining",
+    "Embedding",
+    "EmbeddingsAnswer",
+    "EmbeddingsRequest",
     "Ended",
     "EngineFailed",
     "ErrorAnswer",
@@ -135,11 +145,14 @@ __all__ = [
     "TokenChunk",
     "TokenLogprobs",
     "TokenRequest",
+    "TokenizeAnswer",
+    "TokenizeRequest",
     "TopLogprob",
     "TransferFailed",
     "UndecodableBody",
     "UnsupportedContentType",
     "Usage",
+    "WireRequest",
     "WorkerError",
     "WorkerInfo",
     "WrongKind",

@@ -93,6 +93,82 @@ class TokenAnswer(msgspec.Struct, omit_defaults=True, kw_only=True):
     warnings: list[str] = []
 
 
+class Embedding(msgspec.Struct, kw_only=True):
+    """OpenAI's embedding object.
+
+    Attributes:
+        embedding: The vector, or its little-endian 32-bit floats in base64.
+        index: Of the input.
+        object: `embedding`.
+    """
+
+    embedding: list[float] | str
+    index: int
+    object: str = "embedding"
+
+
+class EmbeddingsAnswer(msgspec.Struct, kw_only=True):
+    """The answer to an embeddings request: OpenAI's object, with what all answers have.
+
+    Attributes:
+        job: The job's id.
+        attempt: From 1.
+        data: One an input, in the order of the inputs.
+        model: The served model name.
+        usage: Prompt tokens of all inputs; nothing is generated.
+        object: `list`.
+        warnings: What of the request was ignored.
+    """
+
+    job: str
+    attempt: int
+    data: list[Embedding]
+    model: str
+    usage: Usage
+    object: str = "list"
+    warnings: list[str] = []
+
+
+class TokenizeAnswer(msgspec.Struct, kw_only=True):
+    """The answer to a tokenize request: SGLang's object, with what all answers have.
+
+    Attributes:
+        job: The job's id.
+        attempt: From 1.
+        tokens: Of the text, or of each text.
+        count: How many.
+        max_model_len: Of the tokenizer, or else of the model; SGLang's.
+        warnings: What of the request was ignored.
+    """
+
+    job: str
+    attempt: int
+    tokens: list[int | list[int]]
+    count: int | list[int]
+    max_model_len: int
+    warnings: list[str] = []
+
+
+class DetokenizeAnswer(msgspec.Struct, kw_only=True):
+    """The answer to a detokenize request: SGLang's object, with what all answers have.
+
+    Attributes:
+        job: The job's id.
+        attempt: From 1.
+        text: Of the tokens, or of each list of them.
+        warnings: What of the request was ignored.
+    """
+
+    job: str
+    attempt: int
+    text: str | list[str]
+    warnings: list[str] = []
+
+
+ComputedAnswer = EmbeddingsAnswer | TokenizeAnswer | DetokenizeAnswer
+"""Of the kinds whose answer comes in one piece."""
+
+
 class TextChunk(msgspec.Struct, omit_defaults=True, kw_only=True):
     """What inferbus adds to OpenAI's `chat.completion.chunk` and to a streamed `text_completion`.
 

@@ -12,7 +12,17 @@ from typing import Any, Final, get_args
 
 import msgspec
 
-from inferbus.schemas.answers import Retrying, TextAnswer, TextChunk, TokenAnswer, TokenChunk
+from inferbus.schemas import computed
+from inferbus.schemas.answers import (
+    DetokenizeAnswer,
+    EmbeddingsAnswer,
+    Retrying,
+    TextAnswer,
+    TextChunk,
+    TokenAnswer,
+    TokenChunk,
+    TokenizeAnswer,
+)
 from inferbus.schemas.bundles import Bundle, BundleAnswer
 from inferbus.schemas.errors import ErrorAnswer
 from inferbus.schemas.fleet import WorkerInfo
@@ -28,6 +38,9 @@ STRUCTS: Final[dict[str, Any]] = {
     "chunk.text": TextChunk,
     "answer.tokens": TokenAnswer,
     "answer.text": TextAnswer,
+    "answer.embeddings": EmbeddingsAnswer,
+    "answer.tokenize": TokenizeAnswer,
+    "answer.detokenize": DetokenizeAnswer,
     "answer.error": ErrorAnswer,
     "answer.retrying": Retrying,
     "bundle": Bundle,
@@ -43,6 +56,7 @@ def export() -> dict[str, bytes]:
     """Every file's content by its name."""
     schemas = {name: _schema(struct) for name, struct in STRUCTS.items()}
     schemas |= {f"request.{kind}": _request(struct) for kind, struct in TYPES.items()}
+    schemas |= {f"request.{kind}": _computed(struct) for kind, struct in computed.TYPES.items()}
     return {f"{name}.json": _text(name, schema) for name, schema in sorted(schemas.items())}
 
 
@@ -115,6 +129,21 @@ def _request(struct: type[AnyRequest]) -> dict[str, Any]:
         own["properties"]["prompt"] = prompt | {"anyOf": [*prompt["anyOf"], alone]}
     request: dict[str, Any] = own | {"$defs": definitions}
     return request
+
+
+def _computed(struct: type[computed.AnyComputed]) -> dict[str, Any]:
+    """A request as it is sent: without what only the reader fills in."""
+    schema = _schema(struct)
+    own = schema["$defs"].pop(struct.__name__)
+    for name in computed.FILLED_IN:
+        own["properties"].pop(name, None)
+    return _resolved(own, schema["$defs"])
+
+
+def _resolved(own: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    """A schema with those of the definitions that it refers to."""
+    named = {name for name in definitions if f'"#/$defs/{name}"' in msgspec.json.encode(own).decode()}
+    return own | ({"$defs": {name: definitions[name] for name in sorted(named)}} if named else {})
 
 
 def _parameters(sampling: dict[str, Any]) -> dict[str, Any]:

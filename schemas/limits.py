@@ -45,6 +45,12 @@ MESSAGES: Final = 4096
 PROMPT_TOKENS: Final = 1_048_576
 """Most token ids in one request, whatever a model's context allows."""
 
+EMBEDDING_INPUTS: Final = 2048
+"""Most inputs in one embeddings request, as in OpenAI's API."""
+
+TEXTS: Final = 2048
+"""Most texts in one tokenize request, and lists in one detokenize request."""
+
 CHOICES: Final = 128
 """Largest `n`."""
 

@@ -25,7 +25,7 @@ from inferbus.schemas.sampling import (
     collect,
     integral,
 )
-from inferbus.schemas.subjects import Kind
+from inferbus.schemas.subjects import GeneratedKind, Kind
 
 TokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=limits.PROMPT_TOKENS)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=limits.TOP_LOGPROBS)]
@@ -57,7 +57,7 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True):
         warnings: What was ignored; sent with the answer.
     """
 
-    kind: ClassVar[Kind]
+    kind: ClassVar[GeneratedKind]
     streams: ClassVar[bool]
 
     sampling: Sampling = Sampling()
@@ -164,7 +164,9 @@ TYPES: Final[dict[Kind, type[AnyRequest]]] = {
     "completions": CompletionRequest,
 }
 
-_ESSENTIAL: Final[dict[Kind, str]] = {"tokens": "token_ids", "chat": "messages", "completions": "prompt"}
+ESSENTIAL: Final[dict[Kind, str]] = {"tokens": "token_ids", "chat": "messages", "completions": "prompt"}
+"""The field without which a body of a kind is none."""
+
 NESTED_SAMPLING: Final = {
     "sampling_params": "SGLang's: sampling parameters, under any of their names.",
     "sampling_options": "Dynamo's: sampling parameters, under any of their names.",
@@ -209,7 +211,7 @@ def read(kind: Kind, body: bytes, *, content_type: str = codec.JSON, model: str 
 
 
 def parse(kind: Kind, fields: dict[str, Any], *, model: str | None = None) -> AnyRequest:
-    """`read`, of a body that is decoded already."""
+    """`read`, of a body that is decoded already; of the kinds that generate."""
     _check_kind(kind, fields)
     warnings: list[str] = []
     own: dict[str, Any] = {}
@@ -233,7 +235,7 @@ def parse(kind: Kind, fields: dict[str, Any], *, model: str | None = None) -> An
         message, param = codec.split_path(str(error))
         raise InvalidRequest(message, param=param) from None
     request.sampling = sampling
-    request.warnings = _bounded(warnings)
+    request.warnings = bounded(warnings)
     if model is not None and request.model not in (None, model):
         raise ModelNotFound("the body names another model than the subject", param="model")
     request.check()
@@ -278,10 +280,10 @@ def _one_prompt(prompt: Any) -> Any:
 
 
 def _check_kind(kind: Kind, fields: dict[str, Any]) -> None:
-    essential = _ESSENTIAL[kind]
+    essential = ESSENTIAL[kind]
     if fields.get(essential) is not None:
         return
-    others = [other for other, name in _ESSENTIAL.items() if fields.get(name) is not None]
+    others = [other for other, name in ESSENTIAL.items() if fields.get(name) is not None]
     if others:
         raise WrongKind(
             f"a body of the kind {others[0]!r} came on a subject of the kind {kind!r}", param=essential
@@ -315,7 +317,8 @@ def _check_part(path: str, part: Any) -> None:
         raise InvalidRequest(f"{path}.text must be a string", param=f"{path}.text")
 
 
-def _bounded(warnings: list[str]) -> list[str]:
+def bounded(warnings: list[str]) -> list[str]:
+    """As many warnings as one answer names; the rest are counted."""
     if len(warnings) <= limits.WARNINGS:
         return warnings
     return [*warnings[: limits.WARNINGS], f"and {len(warnings) - limits.WARNINGS} more"]

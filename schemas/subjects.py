@@ -16,8 +16,16 @@ import msgspec
 from inferbus.schemas import limits
 from inferbus.schemas.errors import InvalidReplySubject, InvalidSubject
 
-Kind = Literal["tokens", "chat", "completions"]
-KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+GeneratedKind = Literal["tokens", "chat", "completions"]
+"""Requests whose answer is generated token by token, and may be streamed."""
+
+ComputedKind = Literal["embeddings", "tokenize", "detokenize"]
+"""Requests whose answer is computed at once and comes in one piece."""
+
+Kind = GeneratedKind | ComputedKind
+GENERATED: Final[tuple[GeneratedKind, ...]] = get_args(GeneratedKind)
+COMPUTED: Final[tuple[ComputedKind, ...]] = get_args(ComputedKind)
+KINDS: Final[tuple[Kind, ...]] = (*GENERATED, *COMPUTED)
 
 AnyKind = Kind | Literal["unknown"]
 UNKNOWN: Final[Literal["unknown"]] = "unknown"

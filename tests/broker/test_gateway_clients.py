@@ -323,3 +323,11 @@ async def test_a_gateway_that_ends_finishes_what_it_answers_and_takes_nothing_ne
 
 async def _rest(items: AsyncIterable[T]) -> list[T]:
     return [item async for item in items]
+
+
+async def test_openais_responses_are_refused_with_what_to_use_instead(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="use /v1/chat/completions") as raised:
+        await client.responses.create(model=MODEL, input="Hi")
+    assert raised.value.code == "unknown_url"
+    with pytest.raises(openai.NotFoundError, match="use /v1/chat/completions"):
+        await client.responses.retrieve("resp_1")

@@ -59,6 +59,12 @@ def decode(fleet: dict[str, RemoteEngine]) -> RemoteEngine:
 
 
 @pytest.fixture
+def embeds(fleet: dict[str, RemoteEngine]) -> RemoteEngine:
+    """An embedding engine."""
+    return fleet["embeds"]
+
+
+@pytest.fixture
 def tokens_only(fleet: dict[str, RemoteEngine]) -> RemoteEngine:
     """An engine without a tokenizer."""
     return fleet["bare"]

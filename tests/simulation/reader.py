@@ -71,6 +71,7 @@ def told(result: Stored) -> tuple[dict[int, list[Any]], dict[int, Any]]:
             {choice.index: list(choice.token_ids) for choice in answer.choices},
             {choice.index: choice.finish_reason for choice in answer.choices},
         )
+    assert isinstance(answer, dict)
     texts = {
         c["index"]: list((c.get("message") or c).get("content") or c.get("text") or "")
         for c in answer["choices"]

@@ -150,6 +150,7 @@ def texts_of(answer: Answer) -> dict[int, str]:
     """The text of every choice of a whole answer; tokens are letters."""
     if isinstance(answer, TokenAnswer):
         return {choice.index: "".join(map(chr, choice.token_ids)) for choice in answer.choices}
+    assert isinstance(answer, dict)
     return {
         choice["index"]: (choice["message"]["content"] if "message" in choice else choice["text"]) or ""
         for choice in answer["choices"]

@@ -17,11 +17,13 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
 from typing import Any
 
+import httpx
 import msgspec
 
+from inferbus.schemas import requests
 from inferbus.schemas.errors import InferbusError
 from inferbus.schemas.fleet import Role
-from inferbus.schemas.requests import parse
+from inferbus.schemas.kinds import parse
 from inferbus.workers.engine.interface import AnswerIdentity, Delta, Leg, Prompt
 from inferbus.workers.engine.sglang import LaunchFailed, SGLangEngine, health
 from inferbus.workers.stack import models
@@ -53,6 +55,19 @@ class Channel:
         self._writer.close()
         with suppress(ConnectionError):
             await self._writer.wait_closed()
+
+
+def sglang_server(engine: Any) -> Any:
+    """SGLang's HTTP server as an application, with its handlers on this engine."""
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.entrypoints.openai import serving_embedding, serving_tokenize
+
+    manager, templates = engine.tokenizer_manager, engine.template_manager
+    state = http_server.app.state
+    state.openai_serving_embedding = serving_embedding.OpenAIServingEmbedding(manager, templates)
+    state.openai_serving_tokenize = serving_tokenize.OpenAIServingTokenize(manager, templates)
+    state.openai_serving_detokenize = serving_tokenize.OpenAIServingDetokenize(manager)
+    return http_server.app
 
 
 class Host:
@@ -104,8 +119,23 @@ class Host:
         self._engine.abort(rid)
         await channel.send({})
 
-    async def _prepare(self, channel: Channel, kind: Any, body: dict[str, Any]) -> None:
+    async def _plan(self, channel: Channel, kind: Any, body: dict[str, Any], priority: int) -> None:
         request = parse(kind, body)
+        assert not isinstance(request, requests.Request)
+        computation = await self._engine.plan(request)
+        answer = await computation.answer(priority)
+        await channel.send({"prompt_tokens": computation.prompt_tokens, "answer": answer})
+
+    async def _http(self, channel: Channel, path: str, body: dict[str, Any]) -> None:
+        """A request to SGLang's own HTTP server, on this engine."""
+        app = sglang_server(self._sglang)
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://sglang") as http:
+            answer = await http.post(path, json=body)
+        await channel.send({"status": answer.status_code, "body": answer.json()})
+
+    async def _prepare(self, channel: Channel, kind: Any, body: dict[str, Any]) -> None:
+        request = requests.parse(kind, body)
         prompt = await self._engine.prepare(request)
         self._prompts.append(prompt)
         legs = [prompt.leg(index, rid="") for index in range(prompt.choices)]

@@ -17,11 +17,23 @@ from inferbus.schemas.fleet import Role
 from tests.support.remote_engine import RemoteEngine
 
 FLAGS = ("--max-total-tokens", "8192", "--max-running-requests", "32", "--random-seed", "1")
-ROLES: dict[str, Role] = {"both": "both", "prefill": "prefill", "decode": "decode", "bare": "both"}
+ROLES: dict[str, Role] = {
+    "both": "both",
+    "prefill": "prefill",
+    "decode": "decode",
+    "bare": "both",
+    "embeds": "both",
+}
 OWN_FLAGS = {
     # No parser is named: SGLang finds it by the template.
     "both": ("--chat-template", str(Path(__file__).with_name("calling.jinja"))),
     "bare": ("--skip-tokenizer-init",),
+    # Its embeddings may be cut to these sizes.
+    "embeds": (
+        "--is-embedding",
+        "--json-model-override-args",
+        '{"is_matryoshka": true, "matryoshka_dimensions": [8, 16]}',
+    ),
 }
 
 KEPT = os.environ.get("INFERBUS_TEST_ENGINES")
@@ -34,7 +46,7 @@ def needed(items: Iterable[pytest.Item]) -> bool:
 
 
 def start(folder: Path) -> dict[str, RemoteEngine]:
-    """`both`, a pair of `prefill` and `decode`, and `bare`: one without a tokenizer. None is waited for."""
+    """`both`, a pair of `prefill` and `decode`, `bare` (no tokenizer), `embeds`. None is waited for."""
     folder = Path(KEPT) if KEPT else folder
     return {
         name: RemoteEngine(role, folder / name, [*FLAGS, *OWN_FLAGS.get(name, ())])

@@ -15,15 +15,29 @@ import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
-from inferbus.schemas.answers import TokenAnswer, TokenChunk
+from inferbus.schemas.answers import (
+    ComputedAnswer,
+    DetokenizeAnswer,
+    EmbeddingsAnswer,
+    TokenAnswer,
+    TokenChunk,
+    TokenizeAnswer,
+)
+from inferbus.schemas.computed import FILLED_IN, AnyComputed, TokenizeRequest
 from inferbus.schemas.errors import ErrorBody, from_body
 from inferbus.schemas.fleet import Role
 from inferbus.schemas.requests import AnyRequest
-from inferbus.workers.engine.interface import AnswerIdentity, Delta, EngineInfo, EngineLoad, Leg
+from inferbus.workers.engine.interface import (
+    AnswerIdentity,
+    Delta,
+    EngineInfo,
+    EngineLoad,
+    Leg,
+)
 from tests.support.engine_host import Channel
 
 # What a two-core machine needs for several engines at once, measured: one compute thread each. Nothing counts
@@ -107,6 +121,15 @@ class RemoteEngine:
         request.warnings = answer["warnings"]
         return RemotePrompt(self, answer)
 
+    async def plan(self, request: AnyComputed) -> RemoteComputation:
+        """As the interface says; it is answered at once, there."""
+        body = {name: value for name, value in msgspec.to_builtins(request).items() if name not in FILLED_IN}
+        if isinstance(request, TokenizeRequest) and request.chat is not None:
+            chat = msgspec.to_builtins(request.chat)
+            body |= {name: value for name, value in chat.items() if name not in ("sampling", "warnings")}
+        answer = await self._ask(do="plan", kind=request.kind, body=body, priority=0)
+        return RemoteComputation(request.kind, answer)
+
     async def generate(self, leg: Leg) -> AsyncGenerator[Delta, None]:
         """As the interface says."""
         async with self.call(do="generate", leg=leg) as channel:
@@ -139,6 +162,11 @@ class RemoteEngine:
         """As the interface says."""
         self.stop()
 
+    async def http(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """What SGLang's own HTTP server answers on this engine: a status and a body."""
+        answer = await self._ask(do="http", path=path, body=body)
+        return answer["status"], answer["body"]
+
     async def bare(self, **fields: Any) -> list[int]:
         """The tokens of a call of SGLang's engine itself."""
         token_ids: list[int] = (await self._ask(do="bare", fields=fields))["token_ids"]
@@ -162,6 +190,24 @@ class RemoteEngine:
             yield channel
         finally:
             await channel.close()
+
+
+class RemoteComputation:
+    """`Computation` that the engine's process has answered."""
+
+    _ANSWERS: ClassVar[dict[str, type[ComputedAnswer]]] = {
+        "embeddings": EmbeddingsAnswer,
+        "tokenize": TokenizeAnswer,
+        "detokenize": DetokenizeAnswer,
+    }
+
+    def __init__(self, kind: str, answer: dict[str, Any]) -> None:
+        self.prompt_tokens: int = answer["prompt_tokens"]
+        self._answer: ComputedAnswer = msgspec.convert(answer["answer"], self._ANSWERS[kind])
+
+    async def answer(self, priority: int) -> ComputedAnswer:
+        """As the interface says."""
+        return self._answer
 
 
 class RemotePrompt:

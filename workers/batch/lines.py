@@ -12,6 +12,9 @@ KINDS: Final[dict[str, Kind]] = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completions",
     "/v1/tokens": "tokens",
+    "/v1/embeddings": "embeddings",
+    "/v1/tokenize": "tokenize",
+    "/v1/detokenize": "detokenize",
 }
 """The kind of request behind each url of a line."""
 

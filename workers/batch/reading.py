@@ -182,7 +182,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 def _zstd(raw: IO[bytes]) -> IO[bytes]:
     try:
-        import zstandard  # type: ignore[import-not-found]
+        import zstandard
     except ImportError:
         raise InvalidRequest("reading .zst files needs: pip install 'inferbus[zstd]'") from None
     reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)

@@ -16,18 +16,16 @@ from typing import Any, Final
 import msgspec
 
 from inferbus.schemas.errors import InvalidRequest
+from inferbus.schemas.kinds import ESSENTIAL
 from inferbus.schemas.subjects import Kind
 from inferbus.workers.batch.lines import URLS, Problem, problem_line
 
 _PLACEHOLDER: Final = re.compile(r"\{\{\s*([^{}|]+?)\s*(?:\|\s*(\w+)\s*)?\}\}")
 
-_REQUIRED: Final[dict[Kind, str]] = {"chat": "messages", "completions": "prompt", "tokens": "token_ids"}
-"""The field without which a body of a kind is none."""
-
-_JSON: Final = frozenset({"messages", "token_ids"})
+_JSON: Final = frozenset({"messages", "token_ids", "tokens"})
 """Fields that are never text, and never left out: a column of text holds them as JSON."""
 
-_TEXT: Final = frozenset({"content", "prompt", "text"})
+_TEXT: Final = frozenset({"content", "prompt", "text", "input"})
 """Fields that are text, or a list of parts: numbers become text, and a row without a value has a problem."""
 
 _MISSING: Final = "missing_required_parameter"
@@ -91,9 +89,9 @@ def template(
         messages = [{"role": role, "content": text} for role, text in texts.items() if text is not None]
         if texts["user"] is not None:
             body = {"messages": messages, **body}
-    if _REQUIRED[kind] not in body:
-        wanted = "prompt or messages" if kind == "chat" else _REQUIRED[kind]
-        raise InvalidRequest(f"the mapping has no {wanted}", param=_REQUIRED[kind])
+    if ESSENTIAL[kind] not in body:
+        wanted = "prompt or messages" if kind == "chat" else ESSENTIAL[kind]
+        raise InvalidRequest(f"the mapping has no {wanted}", param=ESSENTIAL[kind])
     if custom_id is not None and not isinstance(custom_id, str):
         raise InvalidRequest("custom_id must be a column, or a text with placeholders", param="custom_id")
     made = Template(kind=kind, body=body, custom_id=custom_id)

@@ -10,14 +10,13 @@ from typing import Any, Final, TypeVar
 import click
 
 from inferbus.schemas import codec
-from inferbus.schemas.answers import TokenChunk
-from inferbus.schemas.errors import NoWorker, UndecodableBody
+from inferbus.schemas.answers import ComputedAnswer, TokenChunk
+from inferbus.schemas.errors import UndecodableBody
 from inferbus.workers.cli.options import Command, settings_options
-from inferbus.workers.cli.running import OWNER_ENV, model_or_only, with_client
+from inferbus.workers.cli.running import OWNER_ENV, explaining_absence, model_or_only, with_client
 from inferbus.workers.cli.tables import printable
 from inferbus.workers.cli.text import print_json, read_text
 from inferbus.workers.client import AnswerStream, Client, LiveStream, Restarted, Stats, text
-from inferbus.workers.client.models import unserved
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -70,7 +69,7 @@ def chat(words: tuple[str, ...], system: str | None, **options: Any) -> int:
     MODEL may be left out where only one is served. TEXT may be `-` for standard input or
     `@FILE`.
     """
-    model, content = _split(words)
+    model, content = split_words(words)
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": content})
     return _ask(model, options, lambda client, name, more: client.chat(name, messages, **more))
@@ -85,7 +84,7 @@ def complete(words: tuple[str, ...], **options: Any) -> int:
     MODEL may be left out where only one is served. PROMPT may be `-` for standard input or
     `@FILE`.
     """
-    model, prompt = _split(words)
+    model, prompt = split_words(words)
     return _ask(model, options, lambda client, name, more: client.complete(name, prompt, **more))
 
 
@@ -97,12 +96,21 @@ def tokens(words: tuple[str, ...], **options: Any) -> int:
 
     IDS are numbers with commas or spaces between; `-` reads standard input, `@FILE` a file.
     """
-    model, given = _split(words)
+    model, given = split_words(words)
+    token_ids = numbers(given)
+    return _ask(model, options, lambda client, name, more: client.tokens(name, token_ids, **more))
+
+
+def numbers(given: str) -> list[int]:
+    """Token ids with commas or spaces between.
+
+    Raises:
+        click.UsageError: They are no numbers.
+    """
     ids = re.findall(r"[^\s,\[\]]+", given)
     if not ids or not all(each.isdecimal() for each in ids):
         raise click.UsageError("IDS must be numbers with commas or spaces between")
-    token_ids = [int(each) for each in ids]
-    return _ask(model, options, lambda client, name, more: client.tokens(name, token_ids, **more))
+    return [int(each) for each in ids]
 
 
 def parse_params(params: tuple[str, ...]) -> dict[str, Any]:
@@ -125,6 +133,8 @@ async def show(answer: AnswerStream[Any], *, as_json: bool, quiet: bool) -> int:
         print_json(await answer.answer())
     else:
         await _show_text(answer)
+        if isinstance(whole := await answer.answer(), ComputedAnswer):
+            print_json(whole)
     for warning in answer.warnings:
         click.echo(printable(f"warning: {warning}"), err=True)
     if not quiet:
@@ -155,7 +165,12 @@ def _piece(event: Any) -> str:
     return text(event)
 
 
-def _split(words: tuple[str, ...]) -> tuple[str | None, str]:
+def split_words(words: tuple[str, ...]) -> tuple[str | None, str]:
+    """The model, where it is named, and the text.
+
+    Raises:
+        click.UsageError: There are more words than two.
+    """
     if len(words) > 2:
         raise click.UsageError("put the text in quotes")
     *model, given = words
@@ -175,13 +190,7 @@ def _ask(
 
     async def work(client: Client) -> int:
         name = await model_or_only(client, model)
-        try:
-            async with send(client, name, body) as answer:
-                return await show(answer, as_json=as_json, quiet=quiet)
-        except NoWorker:
-            served = await client.models()
-            if name in served:
-                raise
-            raise NoWorker(unserved(name, served)) from None
+        async with explaining_absence(client, name), send(client, name, body) as answer:
+            return await show(answer, as_json=as_json, quiet=quiet)
 
     return with_client(options, work)

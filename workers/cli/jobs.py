@@ -6,6 +6,8 @@ from typing import Any, Final
 
 import click
 
+from inferbus.schemas import codec
+from inferbus.schemas.answers import ComputedAnswer
 from inferbus.schemas.subjects import CLASSES, KINDS, JobClass, Kind
 from inferbus.workers.cli.ask import owner_option, show
 from inferbus.workers.cli.options import Command, settings_options
@@ -168,6 +170,8 @@ def _line(job: Job) -> str:
 def _result_text(stored: Result) -> str:
     """A result's text, or its token ids; one choice after the other."""
     assert stored.answer is not None
+    if isinstance(stored.answer, ComputedAnswer):
+        return codec.encode(stored.answer).decode()
     choices: dict[int, str] = {}
     for chunk in to_chunks(stored.answer):
         if isinstance(chunk, dict):

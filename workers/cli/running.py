@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Coroutine
+from asyncio import AbstractEventLoop
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import IO, Any, Final
 
 import click
@@ -14,6 +16,7 @@ from inferbus.schemas.errors import BusUnavailable, InferbusError, NoWorker
 from inferbus.workers.cli.options import settings_of
 from inferbus.workers.cli.tables import printable
 from inferbus.workers.client import Client, TimedOut
+from inferbus.workers.client.models import unserved
 from inferbus.workers.config import Settings
 from inferbus.workers.observe import logs
 
@@ -85,10 +88,18 @@ def run(settings: Settings, work: Work, **options: Any) -> int:
     return run_coroutine(connected)
 
 
-def run_coroutine(work: Callable[[], Coroutine[Any, Any, int]]) -> int:
-    """Runs a coroutine, and turns what it raises into a line and an exit code."""
+def run_coroutine(
+    work: Callable[[], Coroutine[Any, Any, int]], *, new_loop: Callable[[], AbstractEventLoop] | None = None
+) -> int:
+    """Runs a coroutine, and turns what it raises into a line and an exit code.
+
+    Args:
+        work: The coroutine function.
+        new_loop: Makes the event loop; None: asyncio's own.
+    """
     try:
-        return asyncio.run(work())
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            return runner.run(work())
     except InferbusError as error:
         print_error(error)
         return exit_code(error)
@@ -116,3 +127,19 @@ async def model_or_only(client: Client, model: str | None) -> str:
     if len(served) > 1:
         raise click.UsageError(f"name one of the models that are served: {', '.join(served)}")
     return served[0]
+
+
+@asynccontextmanager
+async def explaining_absence(client: Client, model: str) -> AsyncIterator[None]:
+    """Has `NoWorker` say what is served, where nobody serves this model.
+
+    Raises:
+        NoWorker: From the block.
+    """
+    try:
+        yield
+    except NoWorker:
+        served = await client.models()
+        if model in served:
+            raise
+        raise NoWorker(unserved(model, served)) from None

@@ -19,7 +19,7 @@ from typing import Final
 
 import msgspec
 
-from inferbus.schemas.answers import TokenChunk
+from inferbus.schemas.answers import ComputedAnswer, TokenChunk
 from inferbus.schemas.errors import InferbusError
 from inferbus.schemas.headers import Status
 from inferbus.workers.client.deltas import AnswerSoFar, DeliveredPrefix, Diverged, to_chunks
@@ -196,6 +196,9 @@ class Assembler:
             return []
         self._newest = result.attempt
         events = [] if result.answer is None else self._replace(to_chunks(result.answer))
+        if isinstance(result.answer, ComputedAnswer):
+            whole = WholeMessage(attempt=result.attempt, answer=result.answer)
+            self._attempts.setdefault(result.attempt, _Attempt()).whole = whole
         self.final_status = FinalStatus(
             status=result.status,
             attempt=result.attempt,

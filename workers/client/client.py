@@ -16,14 +16,14 @@ import weakref
 from collections.abc import AsyncIterator, Coroutine, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import structlog
 from msgspec import UNSET, UnsetType
 
 from inferbus.schemas import codec, headers
-from inferbus.schemas.answers import TokenChunk
-from inferbus.schemas.errors import CallerError, InferbusError, InvalidSubject
+from inferbus.schemas.answers import DetokenizeAnswer, EmbeddingsAnswer, TokenChunk, TokenizeAnswer
+from inferbus.schemas.errors import CallerError, InferbusError, InternalError, InvalidSubject
 from inferbus.schemas.fleet import WorkerInfo
 from inferbus.schemas.subjects import LIVE_OWNER, JobClass, Kind, escape
 from inferbus.workers.bus.connection.bus import Bus
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from inferbus.workers.batch.rows import AnyRows
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 OWNER: Final = "default"
 TIMEOUT: Final = 120.0
@@ -201,6 +203,84 @@ class Client:
         body = {"token_ids": list(token_ids), **params}
         return self._live(model, "tokens", body, _Options(job_id, deadline, timeout, traceparent))
 
+    async def embeddings(
+        self,
+        model: str,
+        input: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        *,
+        job_id: str | None = None,
+        deadline: Deadline | None = None,
+        timeout: float | UnsetType | None = UNSET,
+        traceparent: str | None = None,
+        **params: Any,
+    ) -> EmbeddingsAnswer:
+        """The embeddings of a text, of several, or of token ids; further arguments as for `chat`.
+
+        Args:
+            model: The served model name, of an embedding model.
+            input: A text, several, a list of token ids, or several.
+            job_id: As for `chat`, like all that follow.
+            deadline: See there.
+            timeout: See there.
+            traceparent: See there.
+            params: `encoding_format="base64"`, `dimensions=256`.
+
+        Raises:
+            InferbusError: The answer is an error.
+        """
+        given = input if isinstance(input, str) else list(input)
+        options = _Options(job_id, deadline, timeout, traceparent)
+        return await self._whole(model, "embeddings", {"input": given, **params}, options, EmbeddingsAnswer)
+
+    async def tokenize(
+        self,
+        model: str,
+        prompt: str | Sequence[str] | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        timeout: float | UnsetType | None = UNSET,
+        **params: Any,
+    ) -> TokenizeAnswer:
+        """The tokens of a text, of several, or of the messages of a chat as its template renders them.
+
+        Args:
+            model: The served model name.
+            prompt: A text, or several.
+            messages: As in a chat; instead of `prompt`.
+            timeout: As for `chat`.
+            params: `add_special_tokens=False`; with messages also fields of a chat, such as `tools`.
+
+        Raises:
+            InferbusError: The answer is an error.
+        """
+        given = prompt if prompt is None or isinstance(prompt, str) else list(prompt)
+        body: dict[str, Any] = {"prompt": given} if messages is None else {"messages": list(messages)}
+        options = _Options(None, None, timeout, None)
+        return await self._whole(model, "tokenize", body | params, options, TokenizeAnswer)
+
+    async def detokenize(
+        self,
+        model: str,
+        tokens: Sequence[int] | Sequence[Sequence[int]],
+        *,
+        timeout: float | UnsetType | None = UNSET,
+        **params: Any,
+    ) -> DetokenizeAnswer:
+        """The text of tokens, or of several lists of them.
+
+        Args:
+            model: The served model name.
+            tokens: Token ids, or several lists of them.
+            timeout: As for `chat`.
+            params: `skip_special_tokens=False`.
+
+        Raises:
+            InferbusError: The answer is an error.
+        """
+        body = {"tokens": list(tokens), **params}
+        options = _Options(None, None, timeout, None)
+        return await self._whole(model, "detokenize", body, options, DetokenizeAnswer)
+
     def request(
         self,
         kind: Kind,
@@ -212,10 +292,10 @@ class Client:
         timeout: float | UnsetType | None = UNSET,
         traceparent: str | None = None,
     ) -> LiveStream[Any]:
-        """Sends a body as it is; `chat`, `complete` and `tokens` build it from arguments.
+        """Sends a body as it is; the methods above build it from arguments.
 
         Args:
-            kind: `chat`, `completions` or `tokens`.
+            kind: `chat`, `completions`, `tokens`, `embeddings`, `tokenize` or `detokenize`.
             model: The served model name.
             body: The request, as that kind defines it; values may be `msgspec.Raw`.
             job_id: As for `chat`, like all that follow.
@@ -242,7 +322,7 @@ class Client:
         this program, or may wait for long, should be submitted instead.
 
         Args:
-            kind: `chat`, `completions` or `tokens`.
+            kind: `chat`, `completions`, `tokens`, `embeddings`, `tokenize` or `detokenize`.
             model: The served model name.
             bodies: The requests, as that kind defines them.
             concurrency: Requests in flight at once; about as many as the workers have slots.
@@ -329,7 +409,7 @@ class Client:
         """Submits a durable job: stored when this returns, and finished exactly once from then on.
 
         Args:
-            kind: `chat`, `completions` or `tokens`.
+            kind: `chat`, `completions`, `tokens`, `embeddings`, `tokenize` or `detokenize`.
             model: The served model name.
             body: The request, as that kind defines it.
             job_id: The job's id; default: random. Submitting the same request under the same id again
@@ -467,6 +547,16 @@ class Client:
                 raise
             return []  # No worker has ever been started.
 
+    async def _whole(
+        self, model: str, kind: Kind, body: dict[str, Any], options: _Options, struct: type[T]
+    ) -> T:
+        """The answer of a kind that is computed in one piece."""
+        async with self._live(model, kind, body, options) as answer:
+            whole = await answer.answer()
+        if not isinstance(whole, struct):
+            raise InternalError("an answer is of another kind than its request")
+        return whole
+
     def _live(
         self,
         model: str,
@@ -476,7 +566,7 @@ class Client:
     ) -> LiveStream[Any]:
         job = checked_id(options.job_id)
         message_headers = self._headers(job, options.deadline, options.traceparent)
-        streamed = body.pop("stream", None) is not False
+        streamed = body.get("stream") is not False
         data = encode_body(request_body(kind, body, streamed=streamed), self.content_type)
         timeout = self._timeout if isinstance(options.timeout, UnsetType) else options.timeout
         answer: LiveStream[Any] = LiveStream(self.bus, job, timeout=timeout)

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from inferbus.schemas.answers import TokenAnswer, TokenChunk
+from inferbus.schemas.answers import ComputedAnswer, TokenAnswer, TokenChunk
 from inferbus.workers.client.messages import Answer, Chunk, convert, of_the_contract
 
 _TEXTS: Final = frozenset({"content", "reasoning_content", "refusal", "text", "arguments"})
@@ -259,7 +259,12 @@ def _whole_tokens(answer: AnswerSoFar) -> TokenAnswer:
 
 @of_the_contract()
 def to_chunks(answer: Answer) -> list[Chunk]:
-    """A whole answer as the chunks of a stream: a choice's content, then its end, then the usage."""
+    """A whole answer as the chunks of a stream: a choice's content, then its end, then the usage.
+
+    What is computed in one piece has none.
+    """
+    if isinstance(answer, ComputedAnswer):
+        return []
     if isinstance(answer, TokenAnswer):
         return _explode_tokens(answer)
     frame = {key: value for key, value in answer.items() if key not in ("choices", "usage", "object")}

@@ -13,7 +13,15 @@ from typing import Any, Final, TypeVar, get_args
 import msgspec
 
 from inferbus.schemas import codec, headers
-from inferbus.schemas.answers import TokenAnswer, TokenChunk, Usage
+from inferbus.schemas.answers import (
+    ComputedAnswer,
+    DetokenizeAnswer,
+    EmbeddingsAnswer,
+    TokenAnswer,
+    TokenChunk,
+    TokenizeAnswer,
+    Usage,
+)
 from inferbus.schemas.errors import (
     CallerError,
     Cancelled,
@@ -33,8 +41,15 @@ T = TypeVar("T")
 Chunk = dict[str, Any] | TokenChunk
 """One chunk: OpenAI's object for `chat` and `completions`, a struct for `tokens`."""
 
-Answer = dict[str, Any] | TokenAnswer
-"""A whole answer: OpenAI's object for `chat` and `completions`, a struct for `tokens`."""
+Answer = dict[str, Any] | TokenAnswer | ComputedAnswer
+"""A whole answer: OpenAI's object for `chat` and `completions`, a struct for the other kinds."""
+
+_COMPUTED: Final[dict[str, type[ComputedAnswer]]] = {
+    "data": EmbeddingsAnswer,
+    "tokens": TokenizeAnswer,
+    "text": DetokenizeAnswer,
+}
+"""Answers of computed kinds, by a field that only they have at their top."""
 
 HINT: Final = "a durable job waits until a worker is free"
 """What to do where no worker takes a live request."""
@@ -195,6 +210,8 @@ def parse_message(
         # Token answers have no `object`, which OpenAI's always have.
         answer = _checked(fields) if "object" in fields else convert(fields, TokenAnswer)
         return WholeMessage(attempt=attempt, answer=answer)
+    if (kind := next((kind for name, kind in _COMPUTED.items() if name in fields), None)) is not None:
+        return WholeMessage(attempt=attempt, answer=convert(fields, kind))
     return None
 
 

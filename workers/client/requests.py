@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from inferbus.schemas import codec, headers
 from inferbus.schemas.errors import InvalidRequest
-from inferbus.schemas.subjects import Kind, escape
+from inferbus.schemas.subjects import COMPUTED, Kind, escape
 from inferbus.workers import tracing
 
 _ID: Final = re.compile(r"[!-~]+")
@@ -42,7 +42,7 @@ def request_headers(
 
 
 def request_body(kind: Kind, fields: Mapping[str, Any], *, streamed: bool | None) -> dict[str, Any]:
-    """A body that asks for the usage in a streamed answer too.
+    """A body that asks for the usage in a streamed answer too; of a computed kind, the body as it is.
 
     Args:
         kind: Of the request.
@@ -50,6 +50,8 @@ def request_body(kind: Kind, fields: Mapping[str, Any], *, streamed: bool | None
         streamed: The body's `stream`; None leaves it as it is.
     """
     body = dict(fields)
+    if kind in COMPUTED:
+        return body
     if streamed is not None:
         body["stream"] = streamed
     if kind != "tokens" and body.get("stream") is not False and body.get("stream_options") is None:

@@ -1,11 +1,13 @@
 """What a role needs of an engine; nothing above this package knows SGLang.
 
-One request passes through an engine in three steps. `prepare` checks it,
+A request that generates passes through an engine in three steps. `prepare` checks it,
 renders and tokenises it: the result is a `Prompt`. `generate` runs one choice
 of it as one engine call, a `Leg`, and yields `Delta`s. `Prompt.answer` makes
 an `AnswerFormatter`, which turns the deltas of all legs into messages for the caller.
 The legs of one request are separate engine calls because SGLang's own `n > 1`
 shares one room between its samples and hangs with prefill apart from decode.
+
+A request that is computed takes two: `plan` checks and tokenises it, `Computation.answer` gives its answer.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from inferbus.schemas.answers import ComputedAnswer
+from inferbus.schemas.computed import AnyComputed
 from inferbus.schemas.fleet import Bootstrap, Capacity, Signature
 from inferbus.schemas.handoff import Transfer
 from inferbus.schemas.requests import AnyRequest
@@ -157,6 +161,27 @@ class Prompt(Protocol):
         ...
 
 
+class Computation(Protocol):
+    """A request of a computed kind that was checked and tokenised."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens that the engine has to compute for it; 0: it is answered without the engine."""
+        ...
+
+    async def answer(self, priority: int) -> ComputedAnswer:
+        """The answer, with an empty `job` and attempt 0, for the role to set. Cancelling aborts its calls.
+
+        Args:
+            priority: Of the engine's calls, where it schedules by priority.
+
+        Raises:
+            CallerError: The engine refused the request.
+            EngineFailed: Anything else.
+        """
+        ...
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine can do; announced in the registry.
 
@@ -197,6 +222,14 @@ class Engine(Protocol):
 
     async def prepare(self, request: AnyRequest) -> Prompt:
         """Checks a request against this model, renders and tokenises it.
+
+        Raises:
+            CallerError: The request cannot be served; the engine was not touched.
+        """
+        ...
+
+    async def plan(self, request: AnyComputed) -> Computation:
+        """Checks a request of a computed kind against this model, and tokenises it.
 
         Raises:
             CallerError: The request cannot be served; the engine was not touched.

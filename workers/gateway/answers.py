@@ -18,7 +18,9 @@ _OWN: Final = frozenset({"job", "attempt", "seq"})
 
 def bare(answer: Answer) -> dict[str, Any]:
     """An object of OpenAI's without the contract's own fields."""
-    assert isinstance(answer, dict)
+    if not isinstance(answer, dict):
+        named = ((name, getattr(answer, name)) for name in answer.__struct_fields__)
+        answer = {name: value for name, value in named if name != "warnings" or value}
     return {name: value for name, value in answer.items() if name not in _OWN}
 
 

@@ -27,7 +27,7 @@ from inferbus.workers.config import GatewaySettings
 from inferbus.workers.gateway import batches, jobs
 from inferbus.workers.gateway.answers import chunks, live_answer, live_chunks
 from inferbus.workers.gateway.batches import Runner
-from inferbus.workers.gateway.errors import error_response, http_error, json_response
+from inferbus.workers.gateway.errors import UnknownPath, error_response, http_error, json_response
 from inferbus.workers.gateway.events import AnswerCut, EventStream, unless_left
 from inferbus.workers.gateway.files import Files, upload
 from inferbus.workers.gateway.keys import Keys
@@ -41,6 +41,17 @@ Handler = Callable[[Request, Client], Awaitable[ASGIApp]]
 
 REQUEST_ID: Final = "x-request-id"
 """Header of every answer from the bus: the job's id, for logs on both sides."""
+
+COMPUTED_PATHS: Final[dict[str, Kind]] = {
+    "/v1/embeddings": "embeddings",
+    "/v1/tokenize": "tokenize",
+    "/v1/detokenize": "detokenize",
+    "/tokenize": "tokenize",
+    "/detokenize": "detokenize",
+}
+"""SGLang's server has its tokenizer at both places."""
+
+_ANY_METHOD: Final = ["GET", "POST", "DELETE"]
 
 _HERE: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 
@@ -72,6 +83,10 @@ class Gateway:
             routes=[
                 self._route("POST", "/v1/chat/completions", partial(self._ask, "chat")),
                 self._route("POST", "/v1/completions", partial(self._ask, "completions")),
+                *(
+                    self._route("POST", path, partial(self._ask, kind))
+                    for path, kind in COMPUTED_PATHS.items()
+                ),
                 self._route("GET", "/v1/models", self._models),
                 self._route("GET", "/v1/models/{model:path}", self._model),
                 self._route("GET", "/v1/jobs/{id}/stream", self._stream_job),
@@ -88,6 +103,8 @@ class Gateway:
                 self._route("POST", "/v1/batches/{id}/cancel", self._cancel_batch, limited=False),
                 self._route("GET", "/status", self._status, limited=False),
                 self._route("GET", "/metrics", self._figures, limited=False),
+                Route("/v1/responses", _no_responses, methods=_ANY_METHOD),
+                Route("/v1/responses/{rest:path}", _no_responses, methods=_ANY_METHOD),
                 Route("/livez", _livez),
                 Route("/readyz", self._readyz),
                 Route("/", _page),
@@ -296,6 +313,11 @@ async def _queues(client: Client) -> list[dict[str, Any]] | None:
 
 async def _livez(request: Request) -> Response:
     return json_response({"alive": True})
+
+
+async def _no_responses(request: Request) -> Response:
+    """See docs/gateway.md: SGLang's layer keeps its responses in one process, and we keep nothing there."""
+    return error_response(UnknownPath("the Responses API is not served; use /v1/chat/completions"))
 
 
 async def _page(request: Request) -> Response:

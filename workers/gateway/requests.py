@@ -14,7 +14,7 @@ from starlette.requests import Request
 from inferbus.schemas import codec
 from inferbus.schemas.errors import InvalidRequest, PayloadTooLarge, UndecodableBody, UnsupportedContentType
 from inferbus.schemas.requests import COMPLETION_TOKENS, NESTED_SAMPLING, bounds_tokens
-from inferbus.schemas.subjects import Kind, escape
+from inferbus.schemas.subjects import COMPUTED, Kind, escape
 
 LONGEST_WAIT: Final = 300.0
 """Seconds that `Prefer: wait=…` may ask for."""
@@ -99,6 +99,8 @@ async def read_request(request: Request, kind: Kind, *, limit: int) -> Asked:
     background = bool(_field(fields, "background", bool)) or "respond-async" in _preferences(request)
     fields.pop("background", None)
     body: dict[str, Any] = {**fields, "stream": streamed}
+    if kind in COMPUTED and streamed:
+        raise InvalidRequest("this answer comes in one piece", param="stream")
     options = _field(fields, "stream_options", dict)
     if streamed and options is None:
         # OpenAI sends the usage only where it is asked for; our client asks for it by default.

@@ -11,7 +11,8 @@ from typing import Final
 
 import msgspec
 
-from inferbus.schemas import codec, headers, limits, requests
+from inferbus.schemas import codec, headers, kinds, limits
+from inferbus.schemas.computed import ComputedRequest
 from inferbus.schemas.errors import CallerError, InvalidSubject, UnsupportedContentType
 from inferbus.schemas.subjects import (
     KINDS,
@@ -78,9 +79,9 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
         """Whether it came from a stream."""
         return self.submission is not None
 
-    def streams(self, request: requests.AnyRequest) -> bool:
+    def streams(self, request: kinds.WireRequest) -> bool:
         """Whether chunks are wanted: by the body, else yes for durable jobs, else by the kind's default."""
-        if self.bundled:
+        if self.bundled or isinstance(request, ComputedRequest):
             return False
         return request.stream if request.stream is not None else (self.durable or request.streams)
 
@@ -105,7 +106,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     replies: tuple[str, ...]
     problem: CallerError | None = None
 
-    async def open(self) -> tuple[Attempt, requests.AnyRequest]:
+    async def open(self) -> tuple[Attempt, kinds.WireRequest]:
         """The attempt with its headers read, and the checked request; a large one is read in a thread.
 
         Raises:
@@ -117,7 +118,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
             return self.read()
         return await asyncio.get_running_loop().run_in_executor(_LARGE_BODIES, self.read)
 
-    def read(self) -> tuple[Attempt, requests.AnyRequest]:
+    def read(self) -> tuple[Attempt, kinds.WireRequest]:
         """`open`, without an event loop."""
         named_id, named_reply = _named_id(self.headers), self.headers.get(headers.REPLY_TO)
         if named_id:
@@ -133,9 +134,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
         )
         if attempt.kind == UNKNOWN:
             raise InvalidSubject(f"a subject's kind is one of {', '.join(KINDS)}")
-        request = requests.read(
-            attempt.kind, self.body, content_type=attempt.content_type, model=attempt.model
-        )
+        request = kinds.read(attempt.kind, self.body, content_type=attempt.content_type, model=attempt.model)
         return attempt, request
 
 

@@ -12,7 +12,7 @@ import msgspec
 import structlog
 
 from inferbus.schemas.errors import InferbusError, InternalError
-from inferbus.schemas.requests import AnyRequest
+from inferbus.schemas.kinds import WireRequest
 from inferbus.schemas.subjects import LIVE_OWNER
 from inferbus.workers import tracing
 from inferbus.workers.admission import Permit
@@ -42,7 +42,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     attempt: Attempt
-    request: AnyRequest
+    request: WireRequest
     reply: Reply
     permit: Permit = msgspec.field(default_factory=Permit)
     resume_points: Sequence[ResumePoint] = ()

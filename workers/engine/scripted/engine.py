@@ -8,11 +8,13 @@ import signal
 from collections import Counter
 from collections.abc import AsyncGenerator
 
+from inferbus.schemas.computed import AnyComputed
 from inferbus.schemas.errors import BY_CODE, Cancelled, EngineFailed, InferbusError
 from inferbus.schemas.fleet import Capacity, Role, Signature
 from inferbus.schemas.requests import AnyRequest
 from inferbus.schemas.subjects import Kind
-from inferbus.workers.engine.interface import Delta, EngineInfo, EngineLoad, Leg
+from inferbus.workers.engine.interface import Computation, Delta, EngineInfo, EngineLoad, Leg
+from inferbus.workers.engine.scripted.computing import plan
 from inferbus.workers.engine.scripted.play import play, prefilled
 from inferbus.workers.engine.scripted.prefill_queue import Place, PrefillQueue
 from inferbus.workers.engine.scripted.prompt import ScriptedPrompt, prepare
@@ -114,6 +116,14 @@ class ScriptedEngine:
         """
         checked = prepare(request, self._info, self._tokenizer)
         return ScriptedPrompt(request, checked, self._info.model, tokenizer=self._tokenizer)
+
+    async def plan(self, request: AnyComputed) -> Computation:
+        """Checks and tokenises a request of a computed kind; embeddings are legs of one token.
+
+        Raises:
+            CallerError: The request cannot be served.
+        """
+        return plan(request, self._info, self._tokenizer, self._script.embedding, self.generate)
 
     async def generate(self, leg: Leg) -> AsyncGenerator[Delta, None]:
         """Plays the first rule that fits the leg.
@@ -241,7 +251,9 @@ def _info(script: Script, role: Role, model: str) -> EngineInfo:
         pp=1,
         backend="scripted",
     )
-    kinds: tuple[Kind, ...] = ("tokens", "chat", "completions") if script.tokenizer else ("tokens",)
+    kinds: tuple[Kind, ...] = ("embeddings",) if script.embedding else ("tokens",)
+    if script.tokenizer:
+        kinds = (*kinds, *(() if script.embedding else ("chat", "completions")), "tokenize", "detokenize")
     return EngineInfo(
         name="scripted",
         model=model,

@@ -109,7 +109,7 @@ def prepare(request: AnyRequest, info: EngineInfo, tokenizer: ByteTokenizer) -> 
     request.sampling.check_vocabulary(info.capacity.vocabulary)
     echo = ""
     if isinstance(request, ChatRequest):
-        token_ids = tokenizer.encode(_render(request))
+        token_ids = tokenizer.encode(render(request))
     elif isinstance(request, CompletionRequest):
         prompt = request.prompt
         token_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -142,7 +142,8 @@ def _refuse_unsupported(request: AnyRequest) -> None:
         raise NotSupported(f"{given[0]} is not supported by a scripted engine", param=given[0])
 
 
-def _render(request: ChatRequest) -> str:
+def render(request: ChatRequest) -> str:
+    """The messages of a chat as the text that the script is asked with."""
     lines = [f"{message['role']}: {_content(i, message)}\n" for i, message in enumerate(request.messages)]
     return "".join([*lines, "assistant: "])
 

@@ -139,6 +139,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Attributes:
         rules: The first one that fits a leg is played.
         tokenizer: Whether it has one; without it serves tokens only.
+        embedding: Dimensions of the embeddings that it gives; it generates nothing then. 0: it generates.
         words: Tokens that are not what `ByteTokenizer` makes of their id: text, or bytes.
         vocabulary: Token ids are below this.
         context_length: Prompt and answer together.
@@ -156,6 +157,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     rules: list[Rule] = []
     tokenizer: bool = True
+    embedding: int = 0
     words: dict[int, str | list[int]] = {}
     vocabulary: int = 32_768
     context_length: int = 32_768

@@ -23,9 +23,7 @@ async def describe(engine: Any, options: Options, version: str, serving: Serving
     manager = engine.tokenizer_manager
     kinds: list[Kind] = []
     if options.role != "prefill":
-        kinds.append("tokens")
-        if serving is not None:
-            kinds += ["chat", "completions"] if serving.has_chat_template else ["completions"]
+        kinds += _kinds(manager, serving)
     return EngineInfo(
         name=f"sglang {version}",
         model=manager.served_model_name,
@@ -35,6 +33,17 @@ async def describe(engine: Any, options: Options, version: str, serving: Serving
         signature=_signature(manager) if options.role != "both" else None,
         bootstrap=options.bootstrap,
     )
+
+
+def _kinds(manager: Any, serving: Serving | None) -> list[Kind]:
+    """The kinds that an engine answers; an embedding model generates nothing."""
+    texts: list[Kind] = [] if serving is None else ["tokenize", "detokenize"]
+    if not manager.is_generation:
+        return ["embeddings", *texts]
+    if serving is None:
+        return ["tokens"]
+    chat: list[Kind] = ["chat"] if serving.has_chat_template else []
+    return ["tokens", *chat, "completions", *texts]
 
 
 async def _capacity(engine: Any) -> Capacity:

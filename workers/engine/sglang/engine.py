@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+from inferbus.schemas.computed import AnyComputed
 from inferbus.schemas.fleet import Role
 from inferbus.schemas.requests import AnyRequest
-from inferbus.workers.engine.interface import Delta, EngineInfo, EngineLoad, Leg, Prompt
+from inferbus.workers.engine.interface import Computation, Delta, EngineInfo, EngineLoad, Leg, Prompt
 from inferbus.workers.engine.progress import Progress
 from inferbus.workers.engine.sglang import bootstrap, health, launch, options
 from inferbus.workers.engine.sglang.bounds import Bounds
 from inferbus.workers.engine.sglang.calls import Calls
+from inferbus.workers.engine.sglang.computing import Computing
 from inferbus.workers.engine.sglang.description import describe
 from inferbus.workers.engine.sglang.preparer import Preparer
 from inferbus.workers.engine.sglang.serving import Serving
@@ -24,12 +26,15 @@ class SGLangEngine:
     The methods are those of `inferbus.workers.engine.interface.Engine`.
     """
 
-    def __init__(self, engine: Any, *, role: Role, info: EngineInfo, preparer: Preparer) -> None:
+    def __init__(
+        self, engine: Any, *, role: Role, info: EngineInfo, preparer: Preparer, computing: Computing
+    ) -> None:
         """Use `launch`."""
         self._engine = engine
         self._role = role
         self._info = info
         self._preparer = preparer
+        self._computing = computing
         self._calls = Calls(engine.tokenizer_manager, role)
 
     @classmethod
@@ -73,6 +78,8 @@ class SGLangEngine:
             engine = launch.build(chosen, progress)
         try:
             manager = engine.tokenizer_manager
+            if role != "both" and not manager.is_generation:
+                raise LaunchFailed(f"an embedding model contradicts the role {role}: it needs the role both")
             if chosen.bootstrap is not None:
                 await bootstrap.wait_ready(manager, chosen.bootstrap)
             progress.say("computing a first token")
@@ -81,10 +88,12 @@ class SGLangEngine:
             answers = role != "prefill" and manager.tokenizer is not None
             serving = Serving(engine) if answers else None
             info = await describe(engine, chosen, version, serving)
+            bounds = Bounds.of(engine)
+            computing = Computing(manager, bounds=bounds, serving=serving)
             preparer = Preparer(
                 manager,
                 role=role,
-                bounds=Bounds.of(engine),
+                bounds=bounds,
                 serving=serving,
                 trust_grammars=trust_grammars,
             )
@@ -95,7 +104,7 @@ class SGLangEngine:
             launch.stop(engine)
             raise
         launch.settle()
-        return cls(engine, role=role, info=info, preparer=preparer)
+        return cls(engine, role=role, info=info, preparer=preparer, computing=computing)
 
     @property
     def info(self) -> EngineInfo:
@@ -105,6 +114,10 @@ class SGLangEngine:
     async def prepare(self, request: AnyRequest) -> Prompt:
         """Checks, renders and tokenises a request."""
         return await self._preparer.prepare(request)
+
+    async def plan(self, request: AnyComputed) -> Computation:
+        """Checks and tokenises a request of a computed kind."""
+        return await self._computing.plan(request)
 
     def generate(self, leg: Leg) -> AsyncGenerator[Delta, None]:
         """Runs a leg. A prefill engine yields one delta, whose finish says that the KV cache was sent."""

@@ -36,7 +36,7 @@ async def healthy(engine: Any, role: Role, *, fresh: float = FRESH_SECONDS) -> b
 
 
 async def probe(manager: Any, role: Role, *, within: float) -> None:
-    """Has the engine compute one token, as SGLang's own health check does: without a peer in a pair.
+    """Has the engine compute a token, or embedding, as SGLang's health check does: without a peer in a pair.
 
     Raises:
         TimeoutError: It took longer.
@@ -48,15 +48,19 @@ async def probe(manager: Any, role: Role, *, within: float) -> None:
 async def _one_token(manager: Any, role: Role) -> None:
     from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
     from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
-    from sglang.srt.managers.io_struct import GenerateReqInput
+    from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
-    request = GenerateReqInput(
-        rid=f"{HEALTH_CHECK_RID_PREFIX}_{uuid.uuid4().hex}",
-        input_ids=[0],
-        sampling_params={"max_new_tokens": 1, "temperature": 0.0},
-        stream=True,
-        log_metrics=False,
-    )
+    request: Any
+    fields: dict[str, Any] = {
+        "rid": f"{HEALTH_CHECK_RID_PREFIX}_{uuid.uuid4().hex}",
+        "input_ids": [0],
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+        "log_metrics": False,
+    }
+    if manager.is_generation:
+        request = GenerateReqInput(**fields, stream=True)
+    else:
+        request = EmbeddingReqInput(**fields)
     if role != "both":
         request.bootstrap_host = FAKE_BOOTSTRAP_HOST
         request.bootstrap_room = 0

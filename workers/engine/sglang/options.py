@@ -190,11 +190,12 @@ def _check(given: dict[str, Any], role: Role) -> None:
     for name, wanted, why in (
         ("node_rank", 0, "only the first node of an engine can be a worker"),
         ("tokenizer_worker_num", 1, "an embedded engine tokenises in the worker's process"),
-        ("is_embedding", False, "embedding models are not served"),
         ("enable_pd_role_switch", False, "a worker's role is fixed"),
     ):
         if given.get(name, wanted) != wanted:
             raise LaunchFailed(f"{_flag(name)} is not supported: {why}")
+    if role != "both" and given.get("is_embedding"):
+        raise LaunchFailed(f"--is-embedding contradicts the role {role}: embeddings need the role both")
     if role == "both" and "disaggregation_bootstrap_port" in given:
         raise LaunchFailed("--disaggregation-bootstrap-port contradicts the role both")
 

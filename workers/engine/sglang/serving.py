@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import structlog
 
+from inferbus.schemas.computed import TokenizeRequest
 from inferbus.schemas.errors import InvalidRequest, NotSupported
 from inferbus.schemas.requests import ChatRequest, CompletionRequest
 from inferbus.workers.engine.sglang.redaction import safe
@@ -117,7 +118,7 @@ class Serving:
         self._trusts_templates = bool(getattr(engine.server_args, "trust_request_chat_template", False))
         if self.chat.tool_call_parser:
             log.info("tool_calls.parsed", parser=self.chat.tool_call_parser)
-        elif self.has_chat_template:
+        elif self.has_chat_template and self._manager.is_generation:
             log.warning(
                 "tool_calls.not_parsed",
                 reason="tool calls come as plain text: none was found for the model's chat template; "
@@ -163,6 +164,36 @@ class Serving:
             raise _refused(error, request) from error
         openai.model = self._manager.served_model_name
         return converted, openai
+
+    async def tokenize(self, request: TokenizeRequest) -> list[int]:
+        """The tokens of a chat's messages, as its conversion makes them.
+
+        Raises:
+            InvalidRequest: SGLang refused them, or its template did.
+            NotSupported: They hold what the model cannot take, or this SGLang tokenises no chats.
+        """
+        from sglang.srt.entrypoints.openai import protocol
+        from sglang.srt.entrypoints.openai.serving_tokenize import OpenAIServingTokenize
+
+        chat = request.chat
+        assert chat is not None
+        if not hasattr(OpenAIServingTokenize, "_tokenize_chat_request"):
+            raise NotSupported("this worker's SGLang tokenises no messages", param="messages")
+        if not self.has_chat_template:
+            raise NotSupported("the model has no chat template", param="messages")
+        self._refuse(chat)
+        fields = _fields(chat)
+        own = {"add_generation_prompt": request.add_generation_prompt}
+        if request.add_special_tokens is not None:
+            own["add_special_tokens"] = request.add_special_tokens
+        asked = _parse(protocol.TokenizeRequest, fields | own)
+        handler = OpenAIServingTokenize(self._manager)
+        handler.chat_serving = self.chat
+        try:
+            loop = asyncio.get_running_loop()
+            return list(await loop.run_in_executor(self._threads, handler._tokenize_chat_request, asked))
+        except Exception as error:  # a template and a tokenizer may raise anything
+            raise _refused(error, chat) from error
 
     async def _tokenize(self, text: str) -> list[int]:
         """Tokenises a prompt as the tokenizer manager would, a long one off the loop."""
