@@ -1,9 +1,9 @@
-"""Keeps streams open in a closed loop for some seconds, in a process of its own, and counts the tokens that come.
+"""Keeps streams open in a closed loop, in a process of its own, and counts the tokens that come.
 
     python -m benchmarks.looping READER URL STREAMS SECONDS worker=PID server=PID
 
-Its last line is a `Loop` as JSON. The readers are `client`, our Python client with live requests; `durable`, the
-same with jobs whose chunks are read as they come; and `nats-py`: subscriptions of nats-py alone that decode nothing.
+Its last line is a `Loop` as JSON. The readers are `client`, our Python client with live requests; `durable`,
+the same with jobs whose chunks are read as they come; and `nats-py`, which decodes nothing and checks nothing.
 """
 
 from __future__ import annotations

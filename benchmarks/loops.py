@@ -25,7 +25,7 @@ from rich.console import Console
 
 from benchmarks import machine, report
 from benchmarks.load import LoadFailed
-from benchmarks.looping import TOKENS, MODEL, Loop
+from benchmarks.looping import MODEL, TOKENS, Loop
 from benchmarks.plane import BURSTS, SCRIPT
 from benchmarks.report import Aim, Report, Spread
 from inferbus.workers.observe import logs
@@ -176,7 +176,15 @@ class _Bench:
         if reader == DYNAMO:
             command = [str(self._size.peer), str(PEER), "loop", *figures, f"worker={self._peer}"]
         else:
-            command = [sys.executable, "-m", "benchmarks.looping", reader, self._url, *figures, *self._processes]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.looping",
+                reader,
+                self._url,
+                *figures,
+                *self._processes,
+            ]
         child = await asyncio.create_subprocess_exec(
             *command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ
         )
@@ -285,7 +293,9 @@ def _at_least(what: str, found: float, wanted: float) -> Aim:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, prints, and writes the report; 1 where it could not be finished."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.loops", description="See benchmarks/README.md.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.loops", description="See benchmarks/README.md."
+    )
     parser.add_argument("--peer", metavar="PYTHON", help="of an environment with ai-dynamo-runtime")
     parser.add_argument("--seconds", type=float, default=3.0, help="of one reading")
     parser.add_argument("--repeats", type=int, default=5, help="readings of every figure")

@@ -70,7 +70,11 @@ async def loop(streams: int, seconds: float, processes: dict[str, int]) -> dict[
 
     tasks = [asyncio.create_task(keep_open()) for _ in range(streams)]
     await asyncio.sleep(WARM)
-    before, cpu, started = {name: cpu_seconds(pid) for name, pid in processes.items()}, cpu_seconds(), time.time()
+    before, cpu, started = (
+        {name: cpu_seconds(pid) for name, pid in processes.items()},
+        cpu_seconds(),
+        time.time(),
+    )
     busy, stolen = machine_times()
     first, chunks = [], 0
     await asyncio.sleep(seconds)

@@ -7,7 +7,6 @@ the final result takes their place.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -27,7 +26,8 @@ from inferbus.workers.client.assembler import Event, Restarted
 from inferbus.workers.client.errors import TimedOut
 from inferbus.workers.client.jobs import Job, find_job, publish_cancel
 from inferbus.workers.client.liveness import ASK_EVERY
-from inferbus.workers.client.messages import AnswerMessage, Chunk, parse_message, submission_of
+from inferbus.workers.client.mailbox import Mailbox
+from inferbus.workers.client.messages import AnswerMessage, Chunk, ChunkMessage, parse_message, submission_of
 from inferbus.workers.client.results import FIRST_PAUSE, LAST_PAUSE, Results
 from inferbus.workers.client.stream import AnswerStream
 
@@ -61,10 +61,8 @@ class JobStream(AnswerStream[Chunk | Restarted]):
         spawn: Spawn,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        arrived: asyncio.Queue[Message | None] = asyncio.Queue()
-        self._chunks = _ChunkSubscription(
-            bus, bus.subjects.stream(job.owner, job.id), arrived.put_nowait, spawn
-        )
+        arrived = Mailbox()
+        self._chunks = _ChunkSubscription(bus, bus.subjects.stream(job.owner, job.id), arrived.put, spawn)
         super().__init__(job.id, arrived, self._chunks.release, clock=clock)
         self._bus = bus
         self._job = job
@@ -74,6 +72,9 @@ class JobStream(AnswerStream[Chunk | Restarted]):
         self._pause = FIRST_PAUSE
         self._next_read = self._last_news = self.started
         self._next_chunk, self._reconnects = 1, bus.reconnects
+
+    def _flowed(self) -> None:
+        self._last_news = self._clock()
 
     async def _more(self) -> None:
         if not self._chunks.active:
@@ -106,7 +107,10 @@ class JobStream(AnswerStream[Chunk | Restarted]):
         if parsed is None:
             return []
         self._last_news = self._clock()
-        return self._assembler.take(parsed)
+        events = self._assembler.take(parsed)
+        if isinstance(parsed, ChunkMessage):
+            self._flow.learn(message, parsed.chunk)
+        return events
 
     def _parsed(self, message: Message | Stored) -> AnswerMessage | None:
         submission = submission_of(message.headers)

@@ -20,7 +20,8 @@ from inferbus.workers.bus.errors import NotPermitted
 from inferbus.workers.client.assembler import Event
 from inferbus.workers.client.errors import AnswerLost, ConnectionLost, TimedOut, WorkerLost
 from inferbus.workers.client.liveness import ASK_AFTER, ASK_EVERY, LivenessProbe
-from inferbus.workers.client.messages import acknowledged_by, not_taken, parse_message
+from inferbus.workers.client.mailbox import Mailbox
+from inferbus.workers.client.messages import ChunkMessage, acknowledged_by, not_taken, parse_message
 from inferbus.workers.client.stream import AnswerStream
 
 log = structlog.get_logger()
@@ -50,8 +51,8 @@ class LiveStream(AnswerStream[C]):
     """
 
     def __init__(self, bus: Bus, job: str, *, timeout: float | None) -> None:
-        arrived: asyncio.Queue[Message | None] = asyncio.Queue()
-        self._request = _Request(bus, job, arrived.put_nowait)
+        arrived = Mailbox()
+        self._request = _Request(bus, job, arrived.put)
         super().__init__(job, arrived, self._request.release)
         self._bus = bus
         self._timeout = timeout
@@ -86,7 +87,7 @@ class LiveStream(AnswerStream[C]):
     def reconnected(self) -> None:
         """The connection is back: asks at once for what was missed, whether anybody reads now or not."""
         if self._finalizer.alive and self.final_status is None:
-            self._arrived.put_nowait(CONNECTED_AGAIN)
+            self._arrived.put(CONNECTED_AGAIN)
             self._behind = True
             with contextlib.suppress(WorkerLost):
                 self._request.ask(self._assembler.position)
@@ -134,7 +135,12 @@ class LiveStream(AnswerStream[C]):
         if message.forwarded:
             return []
         parsed = parse_message(message.data, message.headers)
-        return [] if parsed is None else self._assembler.take(parsed)
+        if parsed is None:
+            return []
+        events = self._assembler.take(parsed)
+        if isinstance(parsed, ChunkMessage):
+            self._flow.learn(message, parsed.chunk)
+        return events
 
     async def _next_message(self) -> Message:
         """The next message of the answer.
@@ -153,7 +159,7 @@ class LiveStream(AnswerStream[C]):
         checked = False
         while True:
             pause = None
-            if self._arrived.empty():
+            if not self._arrived.waiting:
                 # Not before: what the client has received already is not missing.
                 pause = self._pause_after_question()
                 pause = pause if checked else min(pause, DENIED_AFTER)
