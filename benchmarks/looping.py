@@ -3,7 +3,7 @@
     python -m benchmarks.looping READER URL STREAMS SECONDS worker=PID server=PID
 
 Its last line is a `Loop` as JSON. The readers are `client`, our Python client with live requests; `durable`,
-the same with jobs whose chunks are read as they come; and `nats-py`, which decodes nothing and checks nothing.
+the same with jobs whose chunks are read as they come; and `nats-py`, which decodes and checks nothing.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Dynamo's runtime in the same loops, run by the Python of an environment that has it; see `benchmarks.loops`.
+"""Dynamo's runtime in the same loops, run by the Python of an environment that has it; see `loops`.
 
     PYTHON benchmarks/peer.py worker
     PYTHON benchmarks/peer.py loop STREAMS SECONDS worker=PID
 
-The worker's handler yields one-token dictionaries, as Dynamo's engines do, and knows no model. Nothing of inferbus is
-imported: the two need not have a Python in common. All addresses are the loopback's.
+The worker's handler yields one-token dictionaries, as Dynamo's engines do, and knows no model. Nothing of
+inferbus is imported: the two need not have a Python in common. All addresses are the loopback's.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ async def loop(streams: int, seconds: float, processes: dict[str, int]) -> dict[
     first, chunks = [], 0
     await asyncio.sleep(seconds)
     counted, times, took, mine = chunks, first, time.time() - started, cpu_seconds() - cpu
-    busy, stolen = (now - then for now, then in zip(machine_times(), (busy, stolen)))
+    busy, stolen = (now - then for now, then in zip(machine_times(), (busy, stolen), strict=True))
     theirs = {name: cpu_seconds(pid) - before[name] for name, pid in processes.items()}
     stop.set()
     await asyncio.gather(*tasks)

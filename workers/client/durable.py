@@ -73,9 +73,6 @@ class JobStream(AnswerStream[Chunk | Restarted]):
         self._next_read = self._last_news = self.started
         self._next_chunk, self._reconnects = 1, bus.reconnects
 
-    def _flowed(self) -> None:
-        self._last_news = self._clock()
-
     async def _more(self) -> None:
         if not self._chunks.active:
             if self._job.submission is None:
@@ -92,7 +89,10 @@ class JobStream(AnswerStream[Chunk | Restarted]):
         except TimeoutError:
             await self._read_stored()
             return
-        self._ready += self._take(message)
+        if message is None:
+            self._last_news = self._clock()
+        else:
+            self._ready += self._take(message)
         if self._incomplete and self._clock() >= self._next_read:
             await self._read_stored()
 

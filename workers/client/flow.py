@@ -1,7 +1,7 @@
 """Chunks that follow one another with nothing between them, which is what nearly all of an answer is.
 
-They take a short way: one pass over their bytes, and no thought about attempts, gaps and repetitions. Whatever
-is not the very next chunk, or not a plain one, takes the way of every other message.
+They take a short way: one pass over their bytes, and no thought about attempts, gaps and repetitions.
+Whatever is not the very next chunk, or not a plain one, takes the way of every other message.
 """
 
 from __future__ import annotations
@@ -68,11 +68,19 @@ class Flow:
         self._headers = message.headers
         self._job = chunk.job if isinstance(chunk, TokenChunk) else chunk.get("job")
 
-    def take(self, waiting: deque[Message | None], ready: deque[Event]) -> None:
-        """Moves chunks from `waiting` to `ready`, up to the first that has to go the long way."""
-        decode, known, job = self._decode, self._headers, self._job
-        if decode is None:
-            return
+    def take(self, waiting: deque[Message | None], ready: deque[Event]) -> bool:
+        """Moves chunks from `waiting` to `ready`, up to the first that has to go the long way.
+
+        Returns:
+            Whether there were any.
+        """
+        taken = len(ready)
+        if self._decode is not None:
+            self._take(self._decode, waiting, ready)
+        return len(ready) > taken
+
+    def _take(self, decode: _Decode, waiting: deque[Message | None], ready: deque[Event]) -> None:
+        known, job = self._headers, self._job
         follow = self._assembler.follow
         while waiting:
             message = waiting[0]

@@ -96,17 +96,17 @@ class LiveStream(AnswerStream[C]):
                 self._request.cancel()
 
     async def _more(self) -> None:
-        await (self._end_mark() if self._assembler.complete else self._next_chunk())
-        self._request.answered = self.final_status is not None
-
-    async def _next_chunk(self) -> None:
-        message = await self._next_message()
-        if message.status == NO_RESPONDERS and self._retries:
+        if self._assembler.complete:
+            await self._end_mark()
+        elif (message := await self._next_message()) is None:
+            return
+        elif message.status == NO_RESPONDERS and self._retries:
             await asyncio.sleep(self._retries.popleft())
             self._request.repeat()
-            return
-        self._request.forget_body()
-        self._ready += self._take(message)
+        else:
+            self._request.forget_body()
+            self._ready += self._take(message)
+        self._request.answered = self.final_status is not None
 
     def _lost(self) -> AnswerLost:
         if self._reconnected:
@@ -121,9 +121,11 @@ class LiveStream(AnswerStream[C]):
     async def _end_mark(self) -> None:
         """Waits for the end mark of an answer that is complete."""
         try:
-            self._ready += self._take(await self._receive(END_GRACE))
+            message = await self._receive(END_GRACE)
         except TimeoutError:
             self._assembler.close()
+        else:
+            self._ready += self._take(message) if message is not None else ()
 
     def _take(self, message: Message) -> list[Event]:
         if (stream := acknowledged_by(message)) is not None:
@@ -142,8 +144,8 @@ class LiveStream(AnswerStream[C]):
             self._flow.learn(message, parsed.chunk)
         return events
 
-    async def _next_message(self) -> Message:
-        """The next message of the answer.
+    async def _next_message(self) -> Message | None:
+        """The next message of the answer; None where its next chunks have come.
 
         The worker is asked after a long silence, when a message is missing, and when the connection is back.
         While it says that it has the request, that is no silence.
@@ -169,6 +171,8 @@ class LiveStream(AnswerStream[C]):
                 checked = True
                 self._check_permission()
                 continue
+            if message is None:
+                return None
             if message is CONNECTED_AGAIN:
                 # It was asked when this was queued; an answer to an earlier question says nothing any more.
                 self._behind, self._next_question = True, self._clock() + self._ask_every

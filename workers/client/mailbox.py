@@ -9,9 +9,12 @@ from inferbus.workers.bus.connection.message import Message
 
 
 class Mailbox:
-    """A queue without a limit, for one reader; several take turns.
+    """A queue without a limit, for one reader.
 
     A wait costs no timer of its own: the last one's is left to run out, since mostly something comes before.
+
+    Attributes:
+        waiting: The messages, oldest first; None stands where none will come any more.
     """
 
     def __init__(self) -> None:
@@ -21,35 +24,33 @@ class Mailbox:
         self._due = 0.0
 
     def put(self, message: Message | None) -> None:
-        """Adds a message; None says that none will come any more."""
+        """Adds a message."""
         self.waiting.append(message)
         if self._readers:
             self._wake()
 
-    async def take(self, timeout: float | None) -> Message | None:
-        """The next message.
+    async def news(self, timeout: float | None) -> None:
+        """Returns when something is waiting.
 
         Args:
-            timeout: Seconds to wait for it; None: no limit.
+            timeout: Seconds to wait; None: no limit.
 
         Raises:
-            TimeoutError: None came in time.
+            TimeoutError: Nothing came in time.
         """
-        if not self.waiting:
-            loop = asyncio.get_running_loop()
-            due = None if timeout is None else loop.time() + timeout
-            while not self.waiting:
-                if due is not None:
-                    if loop.time() >= due:
-                        raise TimeoutError
-                    self._wake_at(loop, due)
-                reader = loop.create_future()
-                self._readers.append(reader)
-                try:
-                    await reader
-                finally:
-                    self._readers.remove(reader)
-        return self.waiting.popleft()
+        loop = asyncio.get_running_loop()
+        due = None if timeout is None else loop.time() + timeout
+        while not self.waiting:
+            if due is not None:
+                self._wake_at(loop, due)
+            reader = loop.create_future()
+            self._readers.append(reader)
+            try:
+                await reader
+            finally:
+                self._readers.remove(reader)
+            if due is not None and not self.waiting and loop.time() >= due:
+                raise TimeoutError
 
     def close(self) -> None:
         """Nobody reads any more."""

@@ -165,9 +165,6 @@ class AnswerStream(abc.ABC, Generic[E]):
     def reconnected(self) -> None:
         """The connection is back, and messages may have been lost meanwhile."""
 
-    def _flowed(self) -> None:
-        """Chunks may have come that `_more` did not see."""
-
     @abc.abstractmethod
     async def _more(self) -> None:
         """Waits for the next message, and appends the events that it makes available to `_ready`.
@@ -196,9 +193,6 @@ class AnswerStream(abc.ABC, Generic[E]):
                 return False
             try:
                 await self._more()
-                if self._arrived.waiting:
-                    self._flow.take(self._arrived.waiting, self._ready)
-                    self._flowed()
             except InferbusError as problem:
                 self._problem = problem  # Raised once everything before it was read.
         return True
@@ -209,14 +203,19 @@ class AnswerStream(abc.ABC, Generic[E]):
         if final_status.error is not None and not requested:
             raise final_status.error
 
-    async def _receive(self, timeout: float | None) -> Message:
-        """The next message.
+    async def _receive(self, timeout: float | None) -> Message | None:
+        """The next message; None where there were chunks that needed no thought, which are in `_ready` now.
 
         Raises:
             TimeoutError: None came in time.
             BusUnavailable: The connection is closed.
         """
-        message = await self._arrived.take(timeout)
+        waiting = self._arrived.waiting
+        if not waiting:
+            await self._arrived.news(timeout)
+        if self._flow.take(waiting, self._ready):
+            return None
+        message = waiting.popleft()
         if message is None:
             self.connection_lost()
             raise BusUnavailable("the connection to NATS is closed")
