@@ -199,6 +199,11 @@ class Assembler:
         self._flowing = newest if self._flows(newest) else None
         return events
 
+    @property
+    def flows(self) -> bool:
+        """Whether the very next chunk can be taken by `follow`."""
+        return self._flowing is not None
+
     def follow(self, attempt: int, seq: int, body: bytes) -> bool:
         """Takes a chunk if it is the very next one and there is nothing to think about; the user then has it.
 

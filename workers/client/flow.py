@@ -55,6 +55,11 @@ class Flow:
         self._headers: Any = None
         self._job: Any = None
 
+    @property
+    def going(self) -> bool:
+        """Whether the next chunk is expected to go the short way."""
+        return self._decode is not None and self._assembler.flows
+
     def learn(self, message: Message | Stored, chunk: Chunk) -> None:
         """Notes what the next chunks will be like: of the same shape, and with the same headers.
 

@@ -37,6 +37,9 @@ NO_RESPONDERS_PAUSES: Final = (0.05, 0.15, 0.3)
 DENIED_AFTER: Final = 1.0
 """Seconds of silence after which to check whether the server refused the request."""
 
+UNREMARKABLE: Final = 1.0
+"""Seconds of silence within an answer after which something may be wrong."""
+
 CONNECTED_AGAIN: Final = Message("", b"")
 """Queued when the connection is back: what comes behind it may have been sent after it."""
 
@@ -62,6 +65,7 @@ class LiveStream(AnswerStream[C]):
         self._ask_after, self._ask_every = ASK_AFTER, ASK_EVERY
         if timeout is not None:
             self._ask_after, self._ask_every = min(ASK_AFTER, timeout / 2), min(ASK_EVERY, timeout / 4)
+        self._unremarkable = min(UNREMARKABLE, self._ask_after)
         # Since when nothing came, or a message is missing.
         self._since = self._next_question = self._clock()
         self._gap = False
@@ -96,9 +100,17 @@ class LiveStream(AnswerStream[C]):
                 self._request.cancel()
 
     async def _more(self) -> None:
+        since, waiting = self._clock(), self._arrived.waiting
+        if (
+            self._flow.going
+            and not self._behind
+            and (waiting or await self._arrived.news(self._unremarkable))
+            and self._flow.take(waiting, self._ready)
+        ):
+            return
         if self._assembler.complete:
             await self._end_mark()
-        elif (message := await self._next_message()) is None:
+        elif (message := await self._next_message(since)) is None:
             return
         elif message.status == NO_RESPONDERS and self._retries:
             await asyncio.sleep(self._retries.popleft())
@@ -144,20 +156,22 @@ class LiveStream(AnswerStream[C]):
             self._flow.learn(message, parsed.chunk)
         return events
 
-    async def _next_message(self) -> Message | None:
+    async def _next_message(self, since: float) -> Message | None:
         """The next message of the answer; None where its next chunks have come.
 
         The worker is asked after a long silence, when a message is missing, and when the connection is back.
         While it says that it has the request, that is no silence.
+
+        Args:
+            since: When the message before it had been read.
         """
-        now = self._clock()
         if self._assembler.missing:
             if not self._gap:
-                self._gap, self._behind, self._next_question = True, True, now
+                self._gap, self._behind, self._next_question = True, True, since
         else:
-            self._since, self._gap = now, False
+            self._since, self._gap = since, False
             if not self._behind:
-                self._next_question = now + self._ask_after
+                self._next_question = since + self._ask_after
         checked = False
         while True:
             pause = None

@@ -29,14 +29,11 @@ class Mailbox:
         if self._readers:
             self._wake()
 
-    async def news(self, timeout: float | None) -> None:
-        """Returns when something is waiting.
+    async def news(self, timeout: float | None) -> bool:
+        """Waits until something is there; False: nothing came in time.
 
         Args:
             timeout: Seconds to wait; None: no limit.
-
-        Raises:
-            TimeoutError: Nothing came in time.
         """
         loop = asyncio.get_running_loop()
         due = None if timeout is None else loop.time() + timeout
@@ -50,7 +47,8 @@ class Mailbox:
             finally:
                 self._readers.remove(reader)
             if due is not None and not self.waiting and loop.time() >= due:
-                raise TimeoutError
+                return False
+        return True
 
     def close(self) -> None:
         """Nobody reads any more."""

@@ -211,8 +211,8 @@ class AnswerStream(abc.ABC, Generic[E]):
             BusUnavailable: The connection is closed.
         """
         waiting = self._arrived.waiting
-        if not waiting:
-            await self._arrived.news(timeout)
+        if not waiting and not await self._arrived.news(timeout):
+            raise TimeoutError
         if self._flow.take(waiting, self._ready):
             return None
         message = waiting.popleft()
