@@ -41,7 +41,7 @@ LISTENERS: Final[tuple[Listener, ...]] = ("socket", "client")
 
 Responder = Literal["worker", "nats-py"]
 
-_SCRIPT: Final = """
+SCRIPT: Final = """
 tokenizer = false
 vocabulary = 32768
 context_length = 1000000000
@@ -51,7 +51,7 @@ burst = {burst}
 count = [0, 32768]
 length = 1000000000
 """
-_BURSTS: Final = {"burst": 16, "step": 1}
+BURSTS: Final = {"burst": 16, "step": 1}
 """How many deltas of one stream come before the others have their turn. `burst` is what happens while a
 worker is behind its engine, `step` what an engine does that is waited for: one delta a stream and step."""
 
@@ -132,9 +132,9 @@ async def measure(console: Console, *, quick: bool) -> Report:
     taken, load_before, started = report.now(), machine.load(), time.monotonic()
     readings: list[Reading] = []
     firsts: list[First] = []
-    for pace, burst in _BURSTS.items():
+    for pace, burst in BURSTS.items():
         with tempfile.TemporaryDirectory(prefix="inferbus-bench-") as folder:
-            script = report.write(Path(folder, "script.toml"), _SCRIPT.format(burst=burst))
+            script = report.write(Path(folder, "script.toml"), SCRIPT.format(burst=burst))
             async with LocalStack("", model=MODEL, roles=("both",), scripted=script) as stack:
                 bench = _Bench(stack, pace)
                 console.print(f"plane: worker and server are up, {pace}", style="dim")
@@ -154,7 +154,7 @@ async def measure(console: Console, *, quick: bool) -> Report:
         versions=machine.versions(),
         machine=machine.Machine.here(),
         load_before=load_before,
-        setup={"size": size, "deltas_in_one_go": _BURSTS, "pause": PAUSE, "kind": "tokens"},
+        setup={"size": size, "deltas_in_one_go": BURSTS, "pause": PAUSE, "kind": "tokens"},
         summary=[*rows, *first],
         aims=list(_aims(rows, first[0])),
         readings=[*readings, *firsts],
@@ -164,7 +164,7 @@ async def measure(console: Console, *, quick: bool) -> Report:
 def show(console: Console, found: Report) -> None:
     """Prints the tables."""
     rows = [row for row in found.summary if isinstance(row, Row)]
-    for pace in _BURSTS:
+    for pace in BURSTS:
         lines = [
             (
                 f"{row.streams} x {row.listener}",
@@ -303,7 +303,7 @@ def _costs(row: Row) -> tuple[Spread, Spread, Spread]:
 
 
 def _summary(readings: list[Reading]) -> Iterator[Row]:
-    for pace in _BURSTS:
+    for pace in BURSTS:
         for listener, streams in _order():
             mine = [
                 each

@@ -28,7 +28,7 @@ _json = msgspec.json.Encoder()
 _msgpack = msgspec.msgpack.Encoder()
 _PATH: Final = re.compile(r" - at (?:`key` in )?`\$(?P<path>[^`]*)`$")
 _QUOTED: Final = re.compile(r"^(Invalid (?:enum )?value|Object contains unknown field) .*", re.DOTALL)
-_FAULTS: Final = (msgspec.MsgspecError, RecursionError, ValueError, TypeError, OverflowError)
+FAULTS: Final = (msgspec.MsgspecError, RecursionError, ValueError, TypeError, OverflowError)
 """What msgspec raises for bytes that it cannot read: its own errors, and Python's for single values."""
 
 _SCALARS: Final = frozenset({str, int, float, bool, type(None)})
@@ -93,7 +93,7 @@ def convert(value: Any, type: type[T]) -> T:
     except msgspec.ValidationError as error:
         message, param = split_path(str(error))
         raise InvalidRequest(message, param=param) from None
-    except _FAULTS as error:
+    except FAULTS as error:
         raise InvalidRequest(f"a value cannot be read: {_reason(error)}") from None
 
 
@@ -143,7 +143,7 @@ def _decode(data: bytes, type: type[T], kind: str) -> T:
     except msgspec.ValidationError as error:
         message, param = split_path(str(error))
         raise InvalidRequest(message, param=param) from None
-    except _FAULTS as error:
+    except FAULTS as error:
         raise UndecodableBody(f"the body is not valid {kind}: {_reason(error)}") from None
 
 

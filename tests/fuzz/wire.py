@@ -13,7 +13,8 @@ from typing import Any
 from nats.errors import ProtocolError
 
 from inferbus.workers.bus.connection.login import Login
-from inferbus.workers.bus.connection.natspy import GuardedClient, ReceivedMsg
+from inferbus.workers.bus.connection.message import Callback, Message
+from inferbus.workers.bus.connection.natspy import GuardedClient
 from inferbus.workers.bus.connection.protocol import Parser
 from inferbus.workers.config import BusSettings
 
@@ -62,12 +63,11 @@ class _Client(GuardedClient):
 
     def __init__(self) -> None:
         super().__init__(Login(BusSettings()))
-        self.got: list[tuple[int, ReceivedMsg]] = []
+        self.got: list[tuple[int, Message]] = []
         self.lost = 0
 
-    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: Any) -> None:
-        block = await self._process_headers(headers)
-        self.got.append((sid, self._build_message(sid, subject, reply, data, block)))
+    def direct(self, number: int) -> Callback:
+        return lambda message: self.got.append((number, message))
 
     async def _process_ping(self) -> None:
         pass
@@ -128,8 +128,7 @@ async def _fed(data: bytes, cuts: random.Random | None) -> list[Any]:
         except ProtocolError:
             # The connection is made again, with nothing of the old one.
             broken = True
-    for sid, message in client.got:
-        assert message._sid == sid
+    for _, message in client.got:
         if message.undecodable is None:
             assert message.subject.isprintable()
             assert message.reply.isprintable()

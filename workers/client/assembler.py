@@ -33,6 +33,7 @@ from inferbus.workers.client.messages import (
     Result,
     WholeMessage,
     of_the_contract,
+    parse_message,
     status_error,
 )
 
@@ -68,7 +69,8 @@ class _Attempt:
     """The messages of one attempt."""
 
     def __init__(self) -> None:
-        self.chunks_by_seq: dict[int, ChunkMessage] = {}
+        # Those that simply followed are kept as the bodies of their messages.
+        self.chunks_by_seq: dict[int, ChunkMessage | bytes] = {}
         self.last_seq = -1
         self.whole: WholeMessage | None = None
         self.failure: ErrorMessage | None = None
@@ -76,7 +78,7 @@ class _Attempt:
 
     def superseded_by(self, message: AnswerMessage) -> bool:
         """Whether a message is the first chunk of another worker's attempt of the same number."""
-        first = self.chunks_by_seq.get(0)
+        first = self.chunk(0)
         return (
             isinstance(message, ChunkMessage)
             and message.seq == 0
@@ -84,6 +86,14 @@ class _Attempt:
             and None not in (first.worker, message.worker)
             and first.worker != message.worker
         )
+
+    def chunk(self, seq: int) -> ChunkMessage | None:
+        """A chunk by its number, where it has come."""
+        found = self.chunks_by_seq.get(seq)
+        if not isinstance(found, bytes):
+            return found
+        parsed = parse_message(found, None)
+        return parsed if isinstance(parsed, ChunkMessage) else None
 
     def add(self, message: AnswerMessage) -> None:
         match message:
@@ -124,6 +134,8 @@ class Assembler:
         self._consumed: list[_Segment] = []
         self._repeated: DeliveredPrefix | None = None
         self._delivered_count = 0
+        # The attempt whose next chunk only has to be given out; see `follow`.
+        self._flowing: _Attempt | None = None
 
     @property
     def complete(self) -> bool:
@@ -170,6 +182,7 @@ class Assembler:
         """
         if self.final_status is not None:
             return []
+        self._flowing = None
         attempt = self._attempts.setdefault(message.attempt, _Attempt())
         if attempt.superseded_by(message):
             attempt = self._attempts[message.attempt] = _Attempt()
@@ -183,7 +196,46 @@ class Assembler:
         else:
             events = self._deliver_ready() if self._select_lineage() else []
         self._set_final_status(newest, events)
+        self._flowing = newest if self._flows(newest) else None
         return events
+
+    @property
+    def flows(self) -> bool:
+        """Whether the very next chunk can be taken by `follow`."""
+        return self._flowing is not None
+
+    def follow(self, attempt: int, seq: int, body: bytes) -> bool:
+        """Takes a chunk if it is the very next one and there is nothing to think about; the user then has it.
+
+        Args:
+            attempt: As its message says.
+            seq: As its message says.
+            body: Its message's; it has neither usage nor warnings.
+
+        Returns:
+            False: It was not taken, and `take` has to look at it.
+        """
+        flowing = self._flowing
+        if flowing is None or seq != self._seq or attempt != self._newest:
+            return False
+        flowing.chunks_by_seq[seq] = body
+        flowing.last_seq = seq
+        self._seq = self._delivered_count = self._consumed[-1].chunks = seq + 1
+        self.delivered.follow(body)
+        return True
+
+    def _flows(self, newest: _Attempt) -> bool:
+        """Whether the newest attempt's next chunk can be given out as it is."""
+        return (
+            self.final_status is None
+            and not (newest.whole or newest.failure or newest.end)
+            and self._lineage is not None
+            and len(self._lineage) == 1
+            and self._repeated is None
+            and newest.last_seq + 1 == self._seq == self._delivered_count
+            and bool(self._consumed)
+            and self._consumed[-1].attempt == self._newest
+        )
 
     @of_the_contract()
     def finish(self, result: Result) -> list[Event]:
@@ -194,6 +246,7 @@ class Assembler:
         """
         if self.final_status is not None:
             return []
+        self._flowing = None
         self._newest = result.attempt
         events = [] if result.answer is None else self._replace(to_chunks(result.answer))
         if isinstance(result.answer, ComputedAnswer):
@@ -233,7 +286,7 @@ class Assembler:
     def _lineage_of(self, number: int) -> list[_Segment] | None:
         """The chunks that make up an attempt's answer; None while its first chunk is missing."""
         attempt = self._attempts.get(number)
-        first = attempt and attempt.chunks_by_seq.get(0)
+        first = attempt and attempt.chunk(0)
         if not first:
             return None
         after = first.continues
@@ -249,7 +302,7 @@ class Assembler:
         lineage = self._lineage or []
         if lineage[self._segment].chunks == self._seq:
             self._segment, self._seq = self._segment + 1, 0
-        return self._attempts[lineage[self._segment].attempt].chunks_by_seq.get(self._seq)
+        return self._attempts[lineage[self._segment].attempt].chunk(self._seq)
 
     def _deliver_ready(self) -> list[Event]:
         events: list[Event] = []

@@ -8,12 +8,13 @@ The latter lets a reader change from one attempt to another, or to the final res
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Final
 
 import msgspec
 
 from inferbus.schemas.answers import ComputedAnswer, TokenAnswer, TokenChunk
-from inferbus.workers.client.messages import Answer, Chunk, convert, of_the_contract
+from inferbus.workers.client.messages import Answer, Chunk, convert, of_the_contract, parse_chunk
 
 _TEXTS: Final = frozenset({"content", "reasoning_content", "refusal", "text", "arguments"})
 """Strings that grow."""
@@ -41,13 +42,21 @@ class AnswerSoFar:
     """What was delivered to the user, merged."""
 
     def __init__(self) -> None:
-        self._choices: dict[int, dict[str, Any]] = {}
-        self.frame: dict[str, Any] = {}
         self.usage: Any = None
         self.warnings: list[str] = []
+        self._choices: dict[int, dict[str, Any]] = {}
+        self._frame: dict[str, Any] = {}
+        # Merged when somebody asks, which few do: whoever reads a stream has read it.
+        self._unmerged: list[bytes | tuple[dict[str, Any], list[dict[str, Any]]]] = []
 
     def __bool__(self) -> bool:
-        return bool(self._choices)
+        return bool(self._unmerged or self._choices)
+
+    @property
+    def frame(self) -> dict[str, Any]:
+        """What the newest chunk has beside its choices."""
+        self._merge_all()
+        return self._frame
 
     def add(self, chunk: Chunk) -> None:
         """Adds a chunk."""
@@ -56,13 +65,30 @@ class AnswerSoFar:
             self.usage = frame["usage"]
         # An attempt that continues another has warnings of its own.
         self.warnings += [text for text in frame.get("warnings") or () if text not in self.warnings]
-        self.frame = frame
-        for choice in choices:
-            _merge(self._choices.setdefault(choice.get("index", 0), {}), choice)
+        if self._unmerged:
+            # Its reader may change it meanwhile.
+            self._unmerged.append(copy.deepcopy((frame, choices)))
+        else:
+            self._merge(frame, choices)
+
+    def follow(self, data: bytes) -> None:
+        """Adds a chunk without usage and warnings, as the body of its message."""
+        self._unmerged.append(data)
 
     def choices(self) -> list[dict[str, Any]]:
         """The choices so far, in order; a chat choice has a `delta`."""
+        self._merge_all()
         return [_joined(self._choices[index]) for index in sorted(self._choices)]
+
+    def _merge_all(self) -> None:
+        unmerged, self._unmerged = self._unmerged, []
+        for each in unmerged:
+            self._merge(*(_split(parse_chunk(each)) if isinstance(each, bytes) else each))
+
+    def _merge(self, frame: dict[str, Any], choices: list[dict[str, Any]]) -> None:
+        self._frame = frame
+        for choice in choices:
+            _merge(self._choices.setdefault(choice.get("index", 0), {}), choice)
 
     def prefix(self) -> DeliveredPrefix:
         """A copy, to be removed from what follows."""

@@ -7,7 +7,6 @@ the final result takes their place.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -27,7 +26,8 @@ from inferbus.workers.client.assembler import Event, Restarted
 from inferbus.workers.client.errors import TimedOut
 from inferbus.workers.client.jobs import Job, find_job, publish_cancel
 from inferbus.workers.client.liveness import ASK_EVERY
-from inferbus.workers.client.messages import AnswerMessage, Chunk, parse_message, submission_of
+from inferbus.workers.client.mailbox import Mailbox
+from inferbus.workers.client.messages import AnswerMessage, Chunk, ChunkMessage, parse_message, submission_of
 from inferbus.workers.client.results import FIRST_PAUSE, LAST_PAUSE, Results
 from inferbus.workers.client.stream import AnswerStream
 
@@ -61,10 +61,8 @@ class JobStream(AnswerStream[Chunk | Restarted]):
         spawn: Spawn,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        arrived: asyncio.Queue[Message | None] = asyncio.Queue()
-        self._chunks = _ChunkSubscription(
-            bus, bus.subjects.stream(job.owner, job.id), arrived.put_nowait, spawn
-        )
+        arrived = Mailbox()
+        self._chunks = _ChunkSubscription(bus, bus.subjects.stream(job.owner, job.id), arrived.put, spawn)
         super().__init__(job.id, arrived, self._chunks.release, clock=clock)
         self._bus = bus
         self._job = job
@@ -91,7 +89,10 @@ class JobStream(AnswerStream[Chunk | Restarted]):
         except TimeoutError:
             await self._read_stored()
             return
-        self._ready += self._take(message)
+        if message is None:
+            self._last_news = self._clock()
+        else:
+            self._ready += self._take(message)
         if self._incomplete and self._clock() >= self._next_read:
             await self._read_stored()
 
@@ -106,7 +107,10 @@ class JobStream(AnswerStream[Chunk | Restarted]):
         if parsed is None:
             return []
         self._last_news = self._clock()
-        return self._assembler.take(parsed)
+        events = self._assembler.take(parsed)
+        if isinstance(parsed, ChunkMessage):
+            self._flow.learn(message, parsed.chunk)
+        return events
 
     def _parsed(self, message: Message | Stored) -> AnswerMessage | None:
         submission = submission_of(message.headers)

@@ -20,7 +20,8 @@ from inferbus.workers.bus.errors import NotPermitted
 from inferbus.workers.client.assembler import Event
 from inferbus.workers.client.errors import AnswerLost, ConnectionLost, TimedOut, WorkerLost
 from inferbus.workers.client.liveness import ASK_AFTER, ASK_EVERY, LivenessProbe
-from inferbus.workers.client.messages import acknowledged_by, not_taken, parse_message
+from inferbus.workers.client.mailbox import Mailbox
+from inferbus.workers.client.messages import ChunkMessage, acknowledged_by, not_taken, parse_message
 from inferbus.workers.client.stream import AnswerStream
 
 log = structlog.get_logger()
@@ -36,6 +37,9 @@ NO_RESPONDERS_PAUSES: Final = (0.05, 0.15, 0.3)
 DENIED_AFTER: Final = 1.0
 """Seconds of silence after which to check whether the server refused the request."""
 
+UNREMARKABLE: Final = 1.0
+"""Seconds of silence within an answer after which something may be wrong."""
+
 CONNECTED_AGAIN: Final = Message("", b"")
 """Queued when the connection is back: what comes behind it may have been sent after it."""
 
@@ -50,8 +54,8 @@ class LiveStream(AnswerStream[C]):
     """
 
     def __init__(self, bus: Bus, job: str, *, timeout: float | None) -> None:
-        arrived: asyncio.Queue[Message | None] = asyncio.Queue()
-        self._request = _Request(bus, job, arrived.put_nowait)
+        arrived = Mailbox()
+        self._request = _Request(bus, job, arrived.put)
         super().__init__(job, arrived, self._request.release)
         self._bus = bus
         self._timeout = timeout
@@ -61,6 +65,7 @@ class LiveStream(AnswerStream[C]):
         self._ask_after, self._ask_every = ASK_AFTER, ASK_EVERY
         if timeout is not None:
             self._ask_after, self._ask_every = min(ASK_AFTER, timeout / 2), min(ASK_EVERY, timeout / 4)
+        self._unremarkable = min(UNREMARKABLE, self._ask_after)
         # Since when nothing came, or a message is missing.
         self._since = self._next_question = self._clock()
         self._gap = False
@@ -86,7 +91,7 @@ class LiveStream(AnswerStream[C]):
     def reconnected(self) -> None:
         """The connection is back: asks at once for what was missed, whether anybody reads now or not."""
         if self._finalizer.alive and self.final_status is None:
-            self._arrived.put_nowait(CONNECTED_AGAIN)
+            self._arrived.put(CONNECTED_AGAIN)
             self._behind = True
             with contextlib.suppress(WorkerLost):
                 self._request.ask(self._assembler.position)
@@ -95,17 +100,25 @@ class LiveStream(AnswerStream[C]):
                 self._request.cancel()
 
     async def _more(self) -> None:
-        await (self._end_mark() if self._assembler.complete else self._next_chunk())
-        self._request.answered = self.final_status is not None
-
-    async def _next_chunk(self) -> None:
-        message = await self._next_message()
-        if message.status == NO_RESPONDERS and self._retries:
+        since, waiting = self._clock(), self._arrived.waiting
+        if (
+            self._flow.going
+            and not self._behind
+            and (waiting or await self._arrived.news(self._unremarkable))
+            and self._flow.take(waiting, self._ready)
+        ):
+            return
+        if self._assembler.complete:
+            await self._end_mark()
+        elif (message := await self._next_message(since)) is None:
+            return
+        elif message.status == NO_RESPONDERS and self._retries:
             await asyncio.sleep(self._retries.popleft())
             self._request.repeat()
-            return
-        self._request.forget_body()
-        self._ready += self._take(message)
+        else:
+            self._request.forget_body()
+            self._ready += self._take(message)
+        self._request.answered = self.final_status is not None
 
     def _lost(self) -> AnswerLost:
         if self._reconnected:
@@ -120,9 +133,11 @@ class LiveStream(AnswerStream[C]):
     async def _end_mark(self) -> None:
         """Waits for the end mark of an answer that is complete."""
         try:
-            self._ready += self._take(await self._receive(END_GRACE))
+            message = await self._receive(END_GRACE)
         except TimeoutError:
             self._assembler.close()
+        else:
+            self._ready += self._take(message) if message is not None else ()
 
     def _take(self, message: Message) -> list[Event]:
         if (stream := acknowledged_by(message)) is not None:
@@ -134,26 +149,33 @@ class LiveStream(AnswerStream[C]):
         if message.forwarded:
             return []
         parsed = parse_message(message.data, message.headers)
-        return [] if parsed is None else self._assembler.take(parsed)
+        if parsed is None:
+            return []
+        events = self._assembler.take(parsed)
+        if isinstance(parsed, ChunkMessage):
+            self._flow.learn(message, parsed.chunk)
+        return events
 
-    async def _next_message(self) -> Message:
-        """The next message of the answer.
+    async def _next_message(self, since: float) -> Message | None:
+        """The next message of the answer; None where its next chunks have come.
 
         The worker is asked after a long silence, when a message is missing, and when the connection is back.
         While it says that it has the request, that is no silence.
+
+        Args:
+            since: When the message before it had been read.
         """
-        now = self._clock()
         if self._assembler.missing:
             if not self._gap:
-                self._gap, self._behind, self._next_question = True, True, now
+                self._gap, self._behind, self._next_question = True, True, since
         else:
-            self._since, self._gap = now, False
+            self._since, self._gap = since, False
             if not self._behind:
-                self._next_question = now + self._ask_after
+                self._next_question = since + self._ask_after
         checked = False
         while True:
             pause = None
-            if self._arrived.empty():
+            if not self._arrived.waiting:
                 # Not before: what the client has received already is not missing.
                 pause = self._pause_after_question()
                 pause = pause if checked else min(pause, DENIED_AFTER)
@@ -163,6 +185,8 @@ class LiveStream(AnswerStream[C]):
                 checked = True
                 self._check_permission()
                 continue
+            if message is None:
+                return None
             if message is CONNECTED_AGAIN:
                 # It was asked when this was queued; an answer to an earlier question says nothing any more.
                 self._behind, self._next_question = True, self._clock() + self._ask_every

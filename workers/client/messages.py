@@ -147,11 +147,16 @@ class _Acknowledgement(msgspec.Struct):
     seq: int
 
 
-class _Shape(msgspec.Struct):
-    """What readers rely on in an object of OpenAI's, whole or a chunk."""
+class TextHead(msgspec.Struct, kw_only=True):
+    """What readers rely on in an object of OpenAI's, whole or a chunk, beside its counts."""
 
     choices: list[_Choice]
     object: str | None = None
+
+
+class _Shape(TextHead):
+    """With its counts."""
+
     usage: Usage | None = None
     warnings: list[str] | None = None
 
@@ -169,6 +174,15 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     prefill_worker: str | None
     answer: Answer | None = None
     error: InferbusError | None = None
+
+
+def parse_chunk(data: bytes) -> Chunk:
+    """The content of a chunk that was read before.
+
+    Raises:
+        InternalError: The body is not of the contract.
+    """
+    return _chunk(_fields(data))
 
 
 def parse_message(
@@ -311,9 +325,22 @@ def _fields(data: bytes) -> dict[str, Any]:
 def _chunk(fields: dict[str, Any]) -> Chunk:
     if "choices" not in fields:
         return convert(fields, TokenChunk)
+    return _checked(_without_tokens(fields))
+
+
+def text_fields(data: bytes) -> dict[str, Any]:
+    """The fields of a text chunk whose shape was checked.
+
+    Raises:
+        InternalError: Not an object.
+    """
+    return _without_tokens(_fields(data))
+
+
+def _without_tokens(fields: dict[str, Any]) -> dict[str, Any]:
     # Beside text, these are for the worker that goes on after a crash.
     fields.pop("token_ids", None)
-    return _checked(fields)
+    return fields
 
 
 def _checked(fields: dict[str, Any]) -> dict[str, Any]:

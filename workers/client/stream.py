@@ -18,6 +18,8 @@ from inferbus.schemas.headers import Status
 from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.client.assembler import Assembler, Event, FinalStatus, Restarted
 from inferbus.workers.client.deltas import to_answer
+from inferbus.workers.client.flow import Flow
+from inferbus.workers.client.mailbox import Mailbox
 from inferbus.workers.client.messages import Answer, convert
 
 E = TypeVar("E")
@@ -43,7 +45,7 @@ class AnswerStream(abc.ABC, Generic[E]):
     def __init__(
         self,
         job: str,
-        arrived: asyncio.Queue[Message | None],
+        arrived: Mailbox,
         release: Callable[[], None],
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -64,6 +66,7 @@ class AnswerStream(abc.ABC, Generic[E]):
         self.replayed = False
         self._clock = clock
         self._assembler = Assembler()
+        self._flow = Flow(self._assembler)
         self._arrived = arrived
         self._ready: deque[Event] = deque()
         self._cancelling = False
@@ -122,7 +125,10 @@ class AnswerStream(abc.ABC, Generic[E]):
 
     async def __aiter__(self) -> AsyncIterator[E]:
         try:
-            while (event := await self._next()) is not None:
+            while self._ready or await self._filled():
+                event = self._ready.popleft()
+                if self.first is None and _has_tokens(event):
+                    self.first = self._clock()
                 yield cast(E, event)
         except InferbusError as problem:
             self._problem = problem
@@ -154,7 +160,7 @@ class AnswerStream(abc.ABC, Generic[E]):
 
     def connection_lost(self) -> None:
         """Ends reading with an error: the connection is closed for good."""
-        self._arrived.put_nowait(CLOSED)
+        self._arrived.put(CLOSED)
 
     def reconnected(self) -> None:
         """The connection is back, and messages may have been lost meanwhile."""
@@ -172,25 +178,24 @@ class AnswerStream(abc.ABC, Generic[E]):
 
     def _close(self) -> None:
         if self._finalizer.detach() is not None:
+            self._arrived.close()
             self._release()
 
-    async def _next(self) -> Event | None:
+    async def _filled(self) -> bool:
+        """Waits until `_ready` has an event; False: none comes any more."""
         while not self._ready:
             if self.final_status is not None:
                 self._end(self.final_status)
-                return None
+                return False
             if self._problem is not None:
                 raise self._problem
             if not self._finalizer.alive:
-                return None
+                return False
             try:
                 await self._more()
             except InferbusError as problem:
                 self._problem = problem  # Raised once everything before it was read.
-        event = self._ready.popleft()
-        if self.first is None and _has_tokens(event):
-            self.first = self._clock()
-        return event
+        return True
 
     def _end(self, final_status: FinalStatus) -> None:
         self.ended = self.ended or self._clock()
@@ -198,18 +203,19 @@ class AnswerStream(abc.ABC, Generic[E]):
         if final_status.error is not None and not requested:
             raise final_status.error
 
-    async def _receive(self, timeout: float | None) -> Message:
-        """The next message.
+    async def _receive(self, timeout: float | None) -> Message | None:
+        """The next message; None where there were chunks that needed no thought, which are in `_ready` now.
 
         Raises:
             TimeoutError: None came in time.
             BusUnavailable: The connection is closed.
         """
-        if self._arrived.empty():
-            async with asyncio.timeout(timeout):
-                message = await self._arrived.get()
-        else:
-            message = self._arrived.get_nowait()
+        waiting = self._arrived.waiting
+        if not waiting and not await self._arrived.news(timeout):
+            raise TimeoutError
+        if self._flow.take(waiting, self._ready):
+            return None
+        message = waiting.popleft()
         if message is None:
             self.connection_lost()
             raise BusUnavailable("the connection to NATS is closed")

@@ -15,14 +15,13 @@ from inferbus.workers.bus.connection.message import Callback, Message
 class Inbox:
     """A place for answers; `subject` is what to put into a message's reply field."""
 
-    def __init__(self, inboxes: Inboxes, token: str) -> None:
+    def __init__(self, inboxes: Inboxes, subject: str) -> None:
         self._inboxes = inboxes
-        self._token = token
-        self.subject = f"{inboxes.base}.{token}"
+        self.subject = subject
 
     def close(self) -> None:
         """Later answers are dropped."""
-        self._inboxes.forget(self._token)
+        self._inboxes.forget(self.subject)
 
 
 class Inboxes:
@@ -49,17 +48,17 @@ class Inboxes:
 
     def open(self, callback: Callback) -> Inbox:
         """A new inbox; `callback` gets its messages until it is closed."""
-        token = f"{next(self._numbers):x}"
-        self._callbacks[token] = callback
-        return Inbox(self, token)
+        subject = f"{self.base}.{next(self._numbers):x}"
+        self._callbacks[subject] = callback
+        return Inbox(self, subject)
 
-    def forget(self, token: str) -> None:
+    def forget(self, subject: str) -> None:
         """Closes an inbox; harmless when it is closed."""
-        self._callbacks.pop(token, None)
+        self._callbacks.pop(subject, None)
 
     def dispatch(self, message: Message) -> None:
         """Gives a message to its inbox; counts those for closed ones."""
-        callback = self._callbacks.get(message.subject[len(self.base) + 1 :])
+        callback = self._callbacks.get(message.subject)
         if callback is None:
             self.late += 1
         else:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import re
 import ssl
@@ -17,11 +16,13 @@ from typing import Any, Final
 
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from nats.aio.transport import TcpTransport
-from nats.errors import Error, StaleConnectionError
+from nats.errors import ConnectionClosedError, Error, StaleConnectionError
 
 from inferbus.schemas.headers import escaped
 from inferbus.workers.bus.connection.login import Login
+from inferbus.workers.bus.connection.message import Callback
 from inferbus.workers.bus.connection.protocol import Headers, Parser, read_headers, read_subject
 
 _REFUSES_LOGIN: Final = re.compile(
@@ -29,16 +30,20 @@ _REFUSES_LOGIN: Final = re.compile(
 )
 
 
-@dataclasses.dataclass
-class ReceivedMsg(Msg):  # type: ignore[misc]  # nats-py has no types
-    """nats-py's message.
+BUFFER: Final = 512 * 1024
+"""Bytes that are read at a time: where much comes, each reader is woken once for many messages."""
+
+
+class DirectSubscription(Subscription):  # type: ignore[misc]  # nats-py has no types
+    """nats-py's subscription, without its queue and its task: the parser calls the callback.
 
     Attributes:
-        undecodable: The header block as received, where it or a subject is no text; the subjects are escaped
-            then.
+        deliver: Gets the messages; never raises.
     """
 
-    undecodable: bytes | None = None
+    def __init__(self, client: Client, number: int, subject: str, queue: str, deliver: Callback) -> None:
+        super().__init__(client, number, subject, queue)
+        self.deliver = deliver
 
 
 class GuardedClient(Client):  # type: ignore[misc]  # nats-py has no types
@@ -86,22 +91,39 @@ class GuardedClient(Client):  # type: ignore[misc]  # nats-py has no types
         except Exception as error:  # supervision point: nats-py would stop reconnecting, and not tell
             raise Error(f"no NATS server: {type(error).__name__}") from error
 
+    async def listen(self, subject: str, queue: str, deliver: Callback) -> DirectSubscription:
+        """Subscribes; messages are given to `deliver` in the step that reads them.
+
+        Raises:
+            nats.errors.Error: The connection is closed.
+        """
+        if self.is_closed:
+            raise ConnectionClosedError
+        self._sid += 1
+        self._subs[self._sid] = sub = DirectSubscription(self, self._sid, subject, queue, deliver)
+        await self._send_subscribe(sub)
+        return sub
+
+    def direct(self, number: int) -> Callback | None:
+        """Who gets the messages of a subscription; None where nats-py does, or it has ended."""
+        sub = self._subs.get(number)
+        return sub.deliver if type(sub) is DirectSubscription else None
+
     async def _process_headers(self, headers: bytes | None) -> Headers | None:
         return read_headers(headers) if headers else None
 
     def _build_message(
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: Headers | None
-    ) -> ReceivedMsg:
+    ) -> Msg:
+        # Of nats-py's own subscriptions, whose `decode` could fail.
         target, answer = read_subject(subject), read_subject(reply)
-        sound = target is not None and answer is not None and not (headers is not None and headers.malformed)
-        return ReceivedMsg(
+        return Msg(
             self,
             subject=escaped(subject) if target is None else target,
             reply=escaped(reply) if answer is None else answer,
             data=data,
             headers=headers,
             _sid=sid,
-            undecodable=None if sound else (headers.raw if headers is not None else b""),
         )
 
     async def _process_pong(self) -> None:
@@ -143,6 +165,15 @@ class GuardedTransport(TcpTransport):  # type: ignore[misc]  # nats-py has no ty
     def __bool__(self) -> bool:
         # nats-py would replace one that is not connected yet.
         return True
+
+    async def connect(self, uri: Any, buffer_size: int, connect_timeout: int) -> None:
+        """See nats-py."""
+        await super().connect(uri, BUFFER, connect_timeout)
+
+    async def read(self, buffer_size: int) -> bytes:
+        """See nats-py."""
+        data: bytes = await super().read(BUFFER)
+        return data
 
     async def connect_tls(self, *arguments: Any, **options: Any) -> None:
         """See nats-py."""
@@ -249,12 +280,11 @@ async def end_interest(client: Any, sub: Any, flush: Callable[[], Awaitable[None
     False where this version cannot: then `drain` is the next best. Its PING overtakes its UNSUB, which waits
     in nats-py's buffer.
     """
-    send, queue = getattr(client, "_send_unsubscribe", None), getattr(sub, "_pending_queue", None)
-    if not callable(send) or not isinstance(queue, asyncio.Queue) or not hasattr(sub, "_id"):
+    send = getattr(client, "_send_unsubscribe", None)
+    if not callable(send) or not hasattr(sub, "_id"):
         return False
     await send(sub._id)
     await flush()
-    await queue.join()
     return True
 
 

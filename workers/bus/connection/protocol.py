@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import structlog
 from nats.errors import ProtocolError
+
+from inferbus.schemas.headers import escaped
+from inferbus.workers.bus.connection.message import NO_HEADERS, Message
 
 log = structlog.get_logger()
 
@@ -29,6 +32,7 @@ _FIRST: Final = re.compile(rb"NATS/1\.0(?:[ \t]+(\d{3})(?:[ \t]+([^\r\n]*))?)?[ 
 _NAME: Final = re.compile(rb"[!-9;-~]+")
 _CACHED: Final = 4096
 _CACHED_BYTES: Final = 512
+_CACHED_LINES: Final = 16384
 
 
 class Headers(dict[str, str]):
@@ -89,11 +93,46 @@ def read_subject(raw: bytes) -> str | None:
     return text if text.isprintable() else None
 
 
+class _Line(NamedTuple):
+    """The control line of a message.
+
+    Attributes:
+        subject: As text, escaped where it is none.
+        sid: The subscription's number.
+        reply: As the subject.
+        headers: Bytes of the header block.
+        size: Bytes of block and body together.
+        sound: Whether both subjects are text.
+        raw: Both subjects as received.
+    """
+
+    subject: str
+    sid: int
+    reply: str
+    headers: int
+    size: int
+    sound: bool
+    raw: tuple[bytes, bytes]
+
+
+_lines: dict[bytes, _Line] = {}
+"""Control lines by their bytes: the chunks of an answer differ in their sizes, if at all."""
+
+
+def _read_line(line: bytes) -> _Line:
+    known = _read_fields(line.split(b" "))
+    if len(line) <= _CACHED_BYTES:
+        if len(_lines) >= _CACHED_LINES:
+            _lines.clear()
+        _lines[line] = known
+    return known
+
+
 class Parser:
     """Takes the place of nats-py's `Parser`.
 
     Args:
-        client: Its methods `_process_…` are called with what arrives.
+        client: Its methods `_process_…` are called with what arrives, and what `direct` names with messages.
     """
 
     def __init__(self, client: Any) -> None:
@@ -132,21 +171,30 @@ class Parser:
         if self._have < self._need:
             return
         received = b"".join(parts) if len(parts) > 1 else data
-        start, process = 0, self._client._process_msg
+        start, direct = 0, self._client.direct
         while (end := received.find(_CRLF, start)) >= 0:
             line = received[start:end]
-            if line[:4] in (b"MSG ", b"HMSG"):
-                subject, sid, reply, headers, size = _message_line(line)
+            known = _lines.get(line)
+            if known is None and line[:4] in (b"MSG ", b"HMSG"):
+                known = _read_line(line)
+            if known is not None:
+                subject, sid, reply, headers, size, sound, raw = known
                 body = end + 2
                 after = body + size
                 if len(received) < after + 2:
                     self._keep(received[start:], after + 2 - start)
                     return
-                if received[after : after + 2] != _CRLF:
+                if not received.startswith(_CRLF, after):
                     raise ProtocolError
                 start = after + 2
                 block = received[body : body + headers] if headers else None
-                await process(sid, subject, reply, received[body + headers : after], block)
+                data = received[body + headers : after]
+                if (deliver := direct(sid)) is None:
+                    await self._client._process_msg(sid, raw[0], raw[1], data, block)
+                elif block is None and sound:
+                    deliver(Message(subject, data, NO_HEADERS, reply))
+                else:
+                    deliver(_message(subject, reply, data, block, sound=sound))
             else:
                 start = end + 2
                 await self._command(line)
@@ -176,9 +224,24 @@ class Parser:
             raise ProtocolError
 
 
-def _message_line(line: bytes) -> tuple[bytes, int, bytes, int, int]:
-    """Subject, subscription, reply, and the sizes of the headers and of headers and body together."""
-    match line.split(b" "):
+def _message(subject: str, reply: str, data: bytes, block: bytes | None, *, sound: bool) -> Message:
+    if block is None:
+        return Message(subject, data, NO_HEADERS, reply, undecodable=None if sound else b"")
+    headers = read_headers(block)
+    return Message(
+        subject,
+        data,
+        headers,
+        reply,
+        headers.status,
+        headers.description,
+        headers.repeated,
+        None if sound and not headers.malformed else block,
+    )
+
+
+def _read_fields(fields: list[bytes]) -> _Line:
+    match fields:
         case [b"MSG", subject, sid, size]:
             reply, headers = b"", b"0"
         case [b"MSG", subject, sid, reply, size]:
@@ -193,7 +256,16 @@ def _message_line(line: bytes) -> tuple[bytes, int, bytes, int, int]:
         raise ProtocolError
     if not int(headers) <= int(size) <= PAYLOAD:
         raise ProtocolError
-    return subject, int(sid), reply, int(headers), int(size)
+    target, answer = read_subject(subject), read_subject(reply)
+    return _Line(
+        escaped(subject) if target is None else target,
+        int(sid),
+        escaped(reply) if answer is None else answer,
+        int(headers),
+        int(size),
+        target is not None and answer is not None,
+        (subject, reply),
+    )
 
 
 def _info(text: bytes) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import structlog
 
 from inferbus.schemas.errors import BusUnavailable
 from inferbus.workers.bus.connection import natspy
-from inferbus.workers.bus.connection.message import NO_HEADERS, Callback, Message
+from inferbus.workers.bus.connection.message import Callback, Message
 
 log = structlog.get_logger()
 
@@ -114,18 +114,18 @@ class Subscriptions:
             BusUnavailable: nats-py refuses.
         """
 
-        async def on_message(raw: natspy.ReceivedMsg) -> None:
-            if raw.undecodable is not None and not undecodable:
-                self._refused(raw.subject)
+        def deliver(message: Message) -> None:
+            if message.undecodable is not None and not undecodable:
+                self._refused(message.subject)
                 return
             try:
-                callback(_message(raw))
-            except Exception:  # supervision point: callbacks given to nats-py
+                callback(message)
+            except Exception:  # supervision point: the connection's read loop calls this
                 self._failed()
                 log.exception("bus.callback_failed", subject=subject)
 
         try:
-            sub = await self._client.subscribe(subject, queue=queue, cb=on_message, pending_bytes_limit=0)
+            sub = await self._client.listen(subject, queue, deliver)
         except nats.errors.Error as error:
             raise BusUnavailable(f"cannot subscribe to {subject}: {error}") from error
         return Subscription(self, sub, subject, queue)
@@ -177,19 +177,3 @@ class Subscriptions:
         """To be called when the connection is lost: a reconnection would make lingering ones again."""
         for sub in list(self._lingering):
             self.forget(sub)
-
-
-def _message(raw: natspy.ReceivedMsg) -> Message:
-    headers = raw.headers
-    if headers is None:
-        return Message(raw.subject, raw.data, NO_HEADERS, raw.reply, undecodable=raw.undecodable)
-    return Message(
-        raw.subject,
-        raw.data,
-        headers,
-        raw.reply,
-        headers.status,
-        headers.description,
-        headers.repeated,
-        raw.undecodable,
-    )
