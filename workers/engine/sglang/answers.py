@@ -37,14 +37,18 @@ class OpenAIAnswer:
         handler: SGLang's `OpenAIServingChat` or `OpenAIServingCompletion`, on a `PassThrough`.
         request: SGLang's OpenAI request, as its conversion left it.
         identity: Of the answer; SGLang's own is a leg's, and of the moment of each chunk.
+        prompts: The tokens of each prompt; the choices of one follow each other.
         chat: Which of the two it is.
     """
 
-    def __init__(self, handler: Any, request: Any, identity: AnswerIdentity, *, chat: bool) -> None:
+    def __init__(
+        self, handler: Any, request: Any, identity: AnswerIdentity, *, prompts: list[list[int]], chat: bool
+    ) -> None:
         self._handler = handler
         self._identity = identity
         self._created = f'"created":{identity.created}'
         self._request = request
+        self._prompts = prompts
         self._stream = handler._generate_chat_stream if chat else handler._generate_completion_stream
         self._build = handler._build_chat_response if chat else handler._build_completion_response
         self._outputs: dict[int, dict[str, Any]] = {}
@@ -71,8 +75,11 @@ class OpenAIAnswer:
 
     def whole(self) -> bytes:
         """SGLang's answer to a request that does not stream, from the same deltas."""
-        outputs = [self._outputs[index] for index in sorted(self._outputs)]
-        if len(outputs) != (self._request.n or 1):
+        outputs = [
+            self._outputs[index] | {"prompt_token_ids": self._prompt(index)}
+            for index in sorted(self._outputs)
+        ]
+        if len(outputs) != len(self._prompts) * self._request.n:
             raise EngineFailed("not every choice has finished")
         response = self._build(self._request, [_joined(output) for output in outputs], self._identity.created)
         if not hasattr(response, "model_dump_json"):  # An HTTP error response.
@@ -109,7 +116,11 @@ class OpenAIAnswer:
                 "output_ids": delta.token_ids,
                 "meta_info": meta,
                 "index": delta.index,
+                "prompt_token_ids": self._prompt(delta.index),
             }
+
+    def _prompt(self, index: int) -> list[int]:
+        return self._prompts[index // self._request.n]
 
     def _end(self, delta: Delta, meta: dict[str, Any]) -> None:
         """Notes what the chunk with a choice's finish reason has to hold besides."""
@@ -140,16 +151,24 @@ class OpenAIAnswer:
 
 
 async def _with_text(deltas: AsyncIterable[Delta]) -> AsyncIterator[Delta]:
-    """The same tokens in deltas that have text or end a choice."""
+    """The same tokens in deltas that have text or end a choice; choice 0 has the first one."""
     waiting: dict[int, Delta] = {}
+    behind: list[Delta] = []
+    begun = False
     async for delta in deltas:
         before = waiting.pop(delta.index, None)
         if before is not None:
             delta = _sum(before, delta)
-        if delta.text or delta.finish is not None:
-            yield delta
-        else:
+        if not delta.text and delta.finish is None:
             waiting[delta.index] = delta
+        elif begun or delta.index == 0:
+            yield delta
+            begun = True
+            for each in behind:
+                yield each
+            behind = []
+        else:
+            behind.append(delta)
 
 
 def _sum(before: Delta, after: Delta) -> Delta:
@@ -165,8 +184,8 @@ def _sum(before: Delta, after: Delta) -> Delta:
 
 def _joined(output: dict[str, Any]) -> dict[str, Any]:
     return {
+        **output,
         "text": "".join(output["text"]),
-        "output_ids": output["output_ids"],
         "meta_info": {**output["meta_info"], **output["grown"]},
     }
 
