@@ -1,10 +1,10 @@
 """Chat and completion answers: SGLang's own formatters, fed with our deltas.
 
-Three things are changed. Tokens without text of their own wait for the next ones
+Four things are changed. Tokens without text of their own wait for the next ones
 that have some: their chunk would be empty, and SGLang sends it, or drops its log
 probabilities. Log probabilities of a last step without text go with the finish
-reason. And an answer that was cut off inside a tool call holds that call as far
-as it came, in a stream as in one piece, where SGLang completes it or drops it.
+reason. With tools, the answer in one piece is what its stream said
+(`toolcalls.py`). And the metadata of an answer hold texts alone.
 """
 
 from __future__ import annotations
@@ -84,6 +84,9 @@ class OpenAIAnswer:
         response = self._build(self._request, [_joined(output) for output in outputs], self._identity.created)
         if not hasattr(response, "model_dump_json"):  # An HTTP error response.
             raise EngineFailed("SGLang could not format the answer")
+        if isinstance(response.metadata, dict):
+            # A list of spans; OpenAI's metadata are texts, and its types refuse the answer.
+            response.metadata.pop("weight_versions", None)
         body = response.model_dump_json().encode("utf-8", "replace")
         return bytes(body if self._calls is None else self._calls.completed(body))
 

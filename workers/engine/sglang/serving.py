@@ -177,9 +177,10 @@ class Serving:
 
     async def _prompts(self, converted: Any) -> list[list[int]]:
         """The tokens of each prompt."""
-        token_ids, texts = converted.input_ids, converted.text
+        token_ids = converted.input_ids
         if token_ids is None:
-            return [await self._tokenize(text) for text in ([texts] if isinstance(texts, str) else texts)]
+            texts = [converted.text] if isinstance(converted.text, str) else converted.text
+            return [await self._tokenize(text) for text in texts]
         several = bool(token_ids) and isinstance(token_ids[0], list)
         return list(token_ids) if several else [list(token_ids)]
 
