@@ -31,7 +31,7 @@ def main(role: Role, folder: Path) -> int:
         await asyncio.to_thread(engine.wait_ready)
         return engine
 
-    worker.launch = launch
+    setattr(worker, "launch", launch)  # noqa: B010
     return run(role, resolve({}, os.environ))
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from inferbus.schemas.answers import TokenAnswer, TokenChunk
-from inferbus.schemas.errors import ErrorBody, from_body
+from inferbus.schemas.errors import ErrorBody, InferbusError, from_body
 from inferbus.schemas.fleet import Role
 from inferbus.schemas.requests import AnyRequest
 from inferbus.workers.engine.interface import AnswerIdentity, Delta, EngineInfo, EngineLoad, Leg
@@ -210,6 +210,9 @@ class RemoteAnswer:
                 await feeding
                 await channel.send({})
                 self._whole = _message(_checked(await channel.receive())["message"], TokenAnswer)
+            except EOFError:
+                await feeding  # What the deltas raised.
+                raise
             finally:
                 feeding.cancel()
 
@@ -221,8 +224,12 @@ class RemoteAnswer:
 
 
 async def _feed(channel: Channel, deltas: AsyncIterable[Delta]) -> None:
-    async for delta in deltas:
-        await channel.send(delta)
+    try:
+        async for delta in deltas:
+            await channel.send(delta)
+    except InferbusError:
+        await channel.close()
+        raise
     await channel.send(None)
 
 

@@ -19,8 +19,14 @@ WITHIN: Final = 60.0
 
 async def ask_http(http: httpx.AsyncClient, case: Case, *, stream: bool) -> Told:
     """SGLang's server."""
-    body = case.body | {"stream": stream}
-    async with http.stream("POST", PATHS[case.kind], json=body) as answer:
+    try:
+        return await _ask_http(http, PATHS[case.kind], case.body | {"stream": stream})
+    except httpx.TransportError:
+        return Told(error={"message": "the connection was closed"})
+
+
+async def _ask_http(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Told:
+    async with http.stream("POST", path, json=body) as answer:
         if "text/event-stream" not in answer.headers["content-type"]:
             whole = json.loads(await answer.aread())
             return Told(error=whole) if answer.is_error else Told(whole=whole)

@@ -1,4 +1,4 @@
-"""SGLang's server, a worker of the role `both` and a pair, on the engines that all tests of the folder share."""
+"""SGLang's server, a worker of the role `both` and a pair, on the engines that the folder's tests share."""
 
 from __future__ import annotations
 
@@ -48,6 +48,12 @@ async def sides(
             clients.append(await nats.connect(server.url))
             stack.push_async_callback(clients[-1].close)
         http = await stack.enter_async_context(
-            httpx.AsyncClient(base_url=sglang_server.url, timeout=60, trust_env=False)
+            httpx.AsyncClient(
+                base_url=sglang_server.url,
+                timeout=60,
+                trust_env=False,
+                # It closes a connection after an error of its own.
+                limits=httpx.Limits(max_keepalive_connections=0),
+            )
         )
         yield Sides(http, *clients)

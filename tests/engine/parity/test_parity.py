@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterable
 from typing import Final
 
-import msgspec
 import pytest
 import pytest_asyncio
 
@@ -14,7 +13,7 @@ from tests.engine.parity.asking import ask_bus, ask_http, ask_job
 from tests.engine.parity.cases import CASES, Case
 from tests.engine.parity.conftest import Sides
 from tests.engine.parity.told import Difference, differences
-from tests.engine.parity.wanted import WANTED, wanted_by
+from tests.engine.parity.wanted import WANTED, Wanted, wanted_by
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -73,7 +72,7 @@ async def test_an_answer_is_sglangs_own_but_for_what_is_wanted(found: Found, cas
 
 
 @pytest.mark.parametrize("wanted", WANTED, ids=lambda wanted: wanted.what)
-async def test_a_difference_that_is_wanted_is_there(found: Found, wanted: msgspec.Struct) -> None:
+async def test_a_difference_that_is_wanted_is_there(found: Found, wanted: Wanted) -> None:
     seen = {
         name
         for (name, _, _), differing in found.items()

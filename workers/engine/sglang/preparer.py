@@ -124,6 +124,8 @@ class Preparer:
         converted, openai = await serving.convert(request)
         handler = serving.chat if chat else serving.completion
         sampling = with_late_parameters(converted.sampling_params, request)
+        if (grammar := request.sampling.grammar) and sum(bool(sampling.get(name)) for name in GRAMMARS) > 1:
+            raise InvalidRequest(f"{grammar} and response_format or tools exclude each other", param=grammar)
         if not self._trust_grammars and any(sampling.get(name) for name in GRAMMARS):
             grammars.check_tools(request)
         return self._prompt(

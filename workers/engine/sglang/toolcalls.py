@@ -4,8 +4,8 @@ SGLang parses an answer twice: as it is generated, for a stream, and at its end,
 The two differ. In one piece, text before a call loses its last blank, text behind it is left out, and there
 is no `matched_stop`; a call of a tool that is not there leaves other text behind; a call's random id is
 another one. And where an answer is cut off inside a call, by a stop string or by its length, the stream has
-sent the beginning of the call, completes its arguments to valid JSON that the model never wrote, and ends with
-`tool_calls`; the answer in one piece has no such call.
+sent the beginning of the call, completes its arguments to valid JSON that the model never wrote, and ends
+with `tool_calls`; the answer in one piece has no such call.
 
 A durable job has both, its chunks and its result, and somebody may have acted on the chunks already. So the
 answer in one piece is what its stream said. Both hold a call that was cut off as far as the model wrote it,
