@@ -45,8 +45,8 @@ async def ask_bus(nc: Client, case: Case, *, stream: bool) -> Told:
     return _told(answer.chunks, stream=stream)
 
 
-async def ask_job(nc: Client, case: Case) -> tuple[Told, Told]:
-    """A worker, durably: the chunks and the result."""
+async def ask_job(nc: Client, case: Case) -> dict[str, Told]:
+    """A worker, durably: the chunks, and the result as the whole answer."""
     job = secrets.token_hex(8)
     answer = await Answer.on(nc, f"infer.stream.acme.{job}")
     headers = {"Infer-Job-Id": job}
@@ -59,7 +59,8 @@ async def ask_job(nc: Client, case: Case) -> tuple[Told, Told]:
     chunks = [
         {name: value for name, value in chunk.items() if name != "token_ids"} for chunk in answer.chunks
     ]
-    return _told(chunks, stream=True), Told(whole=json.loads((await result(nc, job)).data))
+    whole = _told([json.loads((await result(nc, job)).data)], stream=False)
+    return {"stream": _told(chunks, stream=True), "whole": whole}
 
 
 def _told(messages: list[dict[str, Any]], *, stream: bool) -> Told:
