@@ -48,6 +48,7 @@ class ErrorBody(msgspec.Struct, omit_defaults=True, kw_only=True):
         message: For a person; names the field at fault where there is one. Never holds request content.
         param: The field at fault, as a path (`sampling_params.top_p`).
         retryable: Whether the same request may succeed when sent again.
+        type: As OpenAI's API tells errors apart: `invalid_request_error` or `server_error`.
     """
 
     code: str
@@ -55,6 +56,7 @@ class ErrorBody(msgspec.Struct, omit_defaults=True, kw_only=True):
     param: str | None = None
     # By a factory, since a plain default is omitted, and readers in other languages rely on the field.
     retryable: bool = msgspec.field(default_factory=bool)
+    type: str | None = None
 
 
 class ErrorAnswer(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -70,6 +72,7 @@ class InferbusError(Exception):
 
     code: ClassVar[str] = "error"
     retryable: ClassVar[bool] = False
+    openai_type: ClassVar[str] = "invalid_request_error"
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -78,7 +81,13 @@ class InferbusError(Exception):
 
     def body(self) -> ErrorBody:
         """The error as it goes over the wire."""
-        return ErrorBody(code=self.code, message=self.message, param=self.param, retryable=self.retryable)
+        return ErrorBody(
+            code=self.code,
+            message=self.message,
+            param=self.param,
+            retryable=self.retryable,
+            type=self.openai_type,
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.message, self.param)
@@ -187,6 +196,7 @@ class InfrastructureError(InferbusError):
 
     code = "infrastructure_error"
     retryable = True
+    openai_type = "server_error"
 
 
 class Overloaded(InfrastructureError):
@@ -256,6 +266,7 @@ class WorkerError(InferbusError):
 
     code = "worker_error"
     retryable = True
+    openai_type = "server_error"
 
 
 class EngineFailed(WorkerError):

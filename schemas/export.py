@@ -123,10 +123,6 @@ def _request(struct: type[AnyRequest]) -> dict[str, Any]:
             | {"description": "Dynamo's, in `stop_conditions`: added to `stop_token_ids`."}
         },
     }
-    if "prompt" in own["properties"]:
-        prompt = own["properties"]["prompt"]
-        alone = {"type": "array", "items": {"anyOf": prompt["anyOf"]}, "minItems": 1, "maxItems": 1}
-        own["properties"]["prompt"] = prompt | {"anyOf": [*prompt["anyOf"], alone]}
     request: dict[str, Any] = own | {"$defs": definitions}
     return request
 

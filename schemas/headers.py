@@ -60,6 +60,9 @@ MESSAGE_ID: Final = "Infer-Message-Id"
 SUBMITTED: Final = "Infer-Submitted"
 """On a job's result: when the server stored the submission, RFC 3339."""
 
+USAGE: Final = "Infer-Usage"
+"""On the result of a job whose chunks were asked for without the usage: `unasked`."""
+
 CONTINUES: Final = "Infer-Continues"
 """On the first chunk of a newer attempt that goes on after an older one: see `Continuation`."""
 

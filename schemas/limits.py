@@ -52,13 +52,18 @@ TEXTS: Final = 2048
 """Most texts in one tokenize request, and lists in one detokenize request."""
 
 CHOICES: Final = 128
-"""Largest `n`."""
+"""Largest `n`; of a completion with several prompts, of `n` times their number."""
+
+REASONING_EFFORT: Final = 0.99
+"""Largest `reasoning_effort` that is a number, as in SGLang's API."""
 
 STOP_STRINGS: Final = 32
 """Most stop strings, and most stop patterns (SGLang's own limit)."""
 
 STOP_STRING_BYTES: Final = 256
-"""Longest stop string or stop pattern in UTF-8 (SGLang's own limit)."""
+"""Longest stop string or stop pattern in UTF-8. Of patterns it is SGLang's own limit. To see a stop string,
+however it is cut into tokens, the scheduler decodes as many tokens again after every new one as the string
+has bytes."""
 
 STOP_TOKEN_IDS: Final = 1024
 """Most stop token ids."""

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from inferbus.schemas import codec, limits
-from inferbus.schemas.errors import InvalidRequest, ModelNotFound, WrongKind
+from inferbus.schemas.errors import InvalidRequest, ModelNotFound, NotSupported, WrongKind
 from inferbus.schemas.sampling import (
     ALIASES,
     HIDDEN_STOPS,
@@ -28,7 +28,9 @@ from inferbus.schemas.sampling import (
 from inferbus.schemas.subjects import GeneratedKind, Kind
 
 TokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=limits.PROMPT_TOKENS)]
+Text = Annotated[str, Meta(min_length=1)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=limits.TOP_LOGPROBS)]
+Effort = Annotated[float, Meta(ge=0, le=limits.REASONING_EFFORT)]
 
 
 class StreamOptions(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -52,8 +54,9 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True):
         stream: Whether chunks are wanted; None is the kind's default.
         user: Passed over.
         priority: Higher first, where the engine schedules by priority.
-        lora_path: Name of a loaded adapter.
+        lora_path: Name of a loaded adapter; `model` may name it too, as `model:adapter`.
         cache_salt: Sets the prompt's cache apart from others'.
+        extra_key: As `cache_salt`; one for each of two reasons to keep caches apart.
         warnings: What was ignored; sent with the answer.
     """
 
@@ -67,6 +70,7 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True):
     priority: Annotated[int, Meta(ge=INT64.start, le=INT64.stop - 1)] | None = None
     lora_path: str | None = None
     cache_salt: str | None = None
+    extra_key: str | None = None
     warnings: list[str] = []
 
     def check(self) -> None:
@@ -104,6 +108,19 @@ class ChatRequest(Request, omit_defaults=True, kw_only=True):
 
     Messages, tools and formats stay plain objects here: SGLang's own conversion reads them, so that
     an answer equals its OpenAI server's.
+
+    Attributes:
+        input_ids: The prompt's tokens, in place of what the template would make of `messages`.
+        reasoning_effort: A level, or a number from 0 to 0.99.
+        thinking: Read by the templates of some models.
+        task: Read by the templates of some models.
+        return_token_ids: Put the tokens of prompt and answer into each choice of a whole answer.
+        return_prompt_token_ids: Put the prompt's tokens into each choice of a whole answer.
+        return_meta_info: Put the engine's figures into each choice of a whole answer.
+        return_cached_tokens_details: Say in `sglext` where the cached tokens of the prompt were.
+        return_spec_tokens_details: Say in `sglext` how speculative decoding went.
+        return_input_ids_in_sglext: Put the prompt's tokens into `sglext`.
+        return_output_ids_in_sglext: Put the answer's tokens into `sglext`.
     """
 
     kind = "chat"
@@ -117,18 +134,31 @@ class ChatRequest(Request, omit_defaults=True, kw_only=True):
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    reasoning_effort: str | None = None
+    input_ids: TokenIds | None = None
+    reasoning_effort: str | Effort | None = None
     reasoning: dict[str, Any] | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
+    thinking: Any = None
+    task: str | None = None
+    return_token_ids: bool | None = None
+    return_prompt_token_ids: bool | None = None
+    return_meta_info: bool | None = None
+    return_cached_tokens_details: bool | None = None
+    return_spec_tokens_details: bool | None = None
+    return_input_ids_in_sglext: bool | None = None
+    return_output_ids_in_sglext: bool | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
 
     def check(self) -> None:
         """See `Request.check`."""
+        for name in WHOLE_ONLY if self.stream else ():
+            if getattr(self, name):
+                raise InvalidRequest(f"{name} needs stream: false", param=name)
         for i, message in enumerate(self.messages):
             _check_message(f"messages[{i}]", message)
 
@@ -136,24 +166,48 @@ class ChatRequest(Request, omit_defaults=True, kw_only=True):
 class CompletionRequest(Request, omit_defaults=True, kw_only=True):
     """OpenAI's completion request.
 
-    One prompt a request: a text or a list of token ids, by itself or alone in a list. Many prompts are
-    many jobs.
+    Attributes:
+        prompt: A text or token ids, or several of one of these; each gets `n` choices, one prompt's after
+            another's.
+        return_token_ids: Put the tokens of the answer, and once those of the prompt, into each choice.
+        return_cached_tokens_details: Say in `sglext` where the cached tokens of the prompt were.
+        return_spec_tokens_details: Say in `sglext` how speculative decoding went.
     """
 
     kind = "completions"
     streams = False
 
-    prompt: Annotated[str, Meta(min_length=1)] | TokenIds
+    prompt: (
+        Text | Annotated[list[TokenId | Text | TokenIds], Meta(min_length=1, max_length=limits.PROMPT_TOKENS)]
+    )
     echo: bool | None = None
     suffix: str | None = None
     logprobs: TopLogprobs | None = None
     response_format: dict[str, Any] | None = None
     stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_cached_tokens_details: bool | None = None
+    return_spec_tokens_details: bool | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts: mostly one."""
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
     def check(self) -> None:
         """See `Request.check`."""
         if self.suffix:
             raise InvalidRequest("suffix is not supported", param="suffix")
+        if isinstance(self.prompt, list) and len({type(part) for part in self.prompt}) > 1:
+            raise InvalidRequest(
+                "prompt must be a text, token ids, or a list of one of these", param="prompt"
+            )
+        prompts = self.prompts
+        if len(prompts) * self.sampling.choices > limits.CHOICES:
+            raise InvalidRequest(f"prompt and n ask for more than {limits.CHOICES} choices", param="prompt")
+        if sum(len(prompt) for prompt in prompts if isinstance(prompt, list)) > limits.PROMPT_TOKENS:
+            raise InvalidRequest(f"prompt has more than {limits.PROMPT_TOKENS} token ids", param="prompt")
 
 
 AnyRequest = TokenRequest | ChatRequest | CompletionRequest
@@ -179,6 +233,22 @@ COMPLETION_TOKENS: Final = 16
 
 _MAX_TOKENS: Final = ("max_new_tokens", *(name for name in ALIASES if ALIASES[name] == "max_new_tokens"))
 
+WHOLE_ONLY: Final = ("return_token_ids", "return_prompt_token_ids", "return_meta_info")
+"""Fields of a chat request that put into a whole answer what SGLang's chunks have no place for."""
+
+REFUSED: Final = frozenset(
+    {
+        "return_hidden_states",
+        "return_routed_experts",
+        "return_sampling_mask",
+        "return_flat_raw_output_top_logprobs",
+        "sampling_logprobs_mode",
+        "custom_logit_processor",
+        "watermark",
+    }
+)
+"""Fields of SGLang's requests that change the answer or add to it, and that no worker serves."""
+
 _INTS: Final[dict[Kind, frozenset[str]]] = {
     "tokens": frozenset({"top_logprobs", "priority"}),
     "chat": frozenset({"top_logprobs", "priority"}),
@@ -189,6 +259,12 @@ _OWN: Final[dict[Kind, frozenset[str]]] = {
 }
 _STREAM_OPTIONS: Final = frozenset(StreamOptions.__struct_fields__)
 _ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+_PARTS: Final = frozenset({"text", "thinking", "reasoning", "tool_reference"})
+MEDIA: Final = frozenset(
+    {"image_url", "input_image", "image", "video_url", "audio_url", "input_audio", "file"}
+)
+"""Types of content parts that hold no text."""
+
 _INSTEAD_OF_CONTENT: Final = ("tool_calls", "reasoning_content", "function_call", "refusal")
 
 
@@ -218,7 +294,9 @@ def parse(kind: Kind, fields: dict[str, Any], *, model: str | None = None) -> An
     for name, value in fields.items():
         if value is None or name in NAMES or name in NESTED_SAMPLING:
             continue
-        if name in _OWN[kind]:
+        if name in REFUSED:
+            _refuse(name, value)
+        elif name in _OWN[kind]:
             own[name] = integral(value) if name in _INTS[kind] else value
         else:
             warnings.append(f"unknown field {codec.bounded(name)!r} ignored")
@@ -236,8 +314,8 @@ def parse(kind: Kind, fields: dict[str, Any], *, model: str | None = None) -> An
         raise InvalidRequest(message, param=param) from None
     request.sampling = sampling
     request.warnings = bounded(warnings)
-    if model is not None and request.model not in (None, model):
-        raise ModelNotFound("the body names another model than the subject", param="model")
+    if model is not None:
+        _check_model(request, model)
     request.check()
     return request
 
@@ -256,6 +334,8 @@ def _nested_sampling(fields: dict[str, Any]) -> dict[str, dict[str, Any]]:
             continue
         if not isinstance(nested, dict):
             raise InvalidRequest(f"{name} must be an object", param=name)
+        for key in REFUSED & nested.keys():
+            _refuse(f"{name}.{key}", nested[key])
         # Dynamo keeps the model's own end tokens apart from the caller's; both end a choice.
         hidden = nested.get(HIDDEN_STOPS)
         if hidden is not None:
@@ -270,13 +350,31 @@ def _nested_sampling(fields: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
+def _refuse(path: str, value: Any) -> None:
+    if value:
+        raise NotSupported(f"{path} is not supported", param=path)
+
+
+def _check_model(request: AnyRequest, model: str) -> None:
+    """Checks the body's model against the subject's; it may name an adapter, as SGLang's server takes it."""
+    named = request.model
+    if named is None or named == model:
+        return
+    adapter = named.removeprefix(f"{model}:")
+    if adapter in ("", named):
+        raise ModelNotFound("the body names another model than the subject", param="model")
+    if request.lora_path not in (None, adapter):
+        raise InvalidRequest("lora_path and the adapter in model disagree", param="lora_path")
+    request.lora_path = adapter
+
+
 def _one_prompt(prompt: Any) -> Any:
     """OpenAI's clients put even a single prompt into a list."""
-    if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], str | list):
+    if not isinstance(prompt, list) or len(prompt) != 1:
         return prompt
-    if len(prompt) > 1:
-        raise InvalidRequest("prompt must be one text or one list of token ids", param="prompt")
-    return prompt[0]
+    (only,) = prompt
+    ids = isinstance(only, list) and not any(isinstance(part, str | list) for part in only[:1])
+    return only if isinstance(only, str) or ids else prompt
 
 
 def _check_kind(kind: Kind, fields: dict[str, Any]) -> None:
@@ -313,6 +411,9 @@ def _check_message(path: str, message: dict[str, Any]) -> None:
 def _check_part(path: str, part: Any) -> None:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise InvalidRequest(f"{path} must be an object with a type", param=path)
+    if part["type"] not in _PARTS | MEDIA:
+        known = ", ".join(sorted(_PARTS))
+        raise InvalidRequest(f"{path}.type must be one of {known}", param=f"{path}.type")
     if part["type"] == "text" and not isinstance(part.get("text"), str):
         raise InvalidRequest(f"{path}.text must be a string", param=f"{path}.text")
 

@@ -10,6 +10,7 @@ import structlog
 
 from tests.support import engines as shared
 from tests.support.remote_engine import RemoteEngine
+from tests.support.sglang_server import SGLangServer
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,6 +21,18 @@ def engines(
     started = shared.start(tmp_path_factory.mktemp("engines")) if shared.needed(request.session.items) else {}
     yield started
     shared.stop(started)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def starting_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SGLangServer | None]:
+    """SGLang's own server, likewise."""
+    wanted = shared.needed(request.session.items, "sglang_server")
+    started = shared.start_server(tmp_path_factory.mktemp("sglang")) if wanted else None
+    yield started
+    if started is not None:
+        shared.stop({"server": started})
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,6 +10,7 @@ import pytest
 from inferbus.workers.stack import models
 from tests.support.engines import stop
 from tests.support.remote_engine import RemoteEngine
+from tests.support.sglang_server import SGLangServer
 
 # Starting takes minutes where others use the machine too, and pytest counts it as the first test's time.
 START_SECONDS = 900
@@ -38,6 +39,16 @@ def fleet(engines: dict[str, RemoteEngine]) -> Iterator[dict[str, RemoteEngine]]
         yield engines
     finally:
         stop(engines)
+
+
+@pytest.fixture(scope="package")
+def sglang_server(starting_server: SGLangServer) -> Iterator[SGLangServer]:
+    """SGLang's own server, ready; it ends with the last test of this folder."""
+    try:
+        starting_server.wait_ready()
+        yield starting_server
+    finally:
+        stop({"server": starting_server})
 
 
 @pytest.fixture

@@ -8,13 +8,14 @@ one.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
 
 from inferbus.schemas.fleet import Role
 from tests.support.remote_engine import RemoteEngine
+from tests.support.sglang_server import SGLangServer
 
 FLAGS = ("--max-total-tokens", "8192", "--max-running-requests", "32", "--random-seed", "1")
 ROLES: dict[str, Role] = {
@@ -40,9 +41,9 @@ KEPT = os.environ.get("INFERBUS_TEST_ENGINES")
 """A folder: they stay for the next test run, which finds them there; for work on the tests themselves."""
 
 
-def needed(items: Iterable[pytest.Item]) -> bool:
-    """Whether one of these tests uses them."""
-    return any("fleet" in getattr(item, "fixturenames", ()) for item in items)
+def needed(items: Iterable[pytest.Item], fixture: str = "fleet") -> bool:
+    """Whether one of these tests uses them, or what this fixture has."""
+    return any(fixture in getattr(item, "fixturenames", ()) for item in items)
 
 
 def start(folder: Path) -> dict[str, RemoteEngine]:
@@ -54,7 +55,13 @@ def start(folder: Path) -> dict[str, RemoteEngine]:
     }
 
 
-def stop(engines: dict[str, RemoteEngine]) -> None:
+def start_server(folder: Path) -> SGLangServer:
+    """SGLang's own server with the flags of `both`; the parser is named, since nothing finds it there."""
+    argv = [*FLAGS, *OWN_FLAGS["both"], "--tool-call-parser", "qwen25"]
+    return SGLangServer((Path(KEPT) if KEPT else folder) / "http", argv)
+
+
+def stop(engines: Mapping[str, RemoteEngine | SGLangServer]) -> None:
     """Ends them, also a second time."""
     for engine in engines.values() if not KEPT else ():
         engine.stop()

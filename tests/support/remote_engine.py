@@ -28,7 +28,7 @@ from inferbus.schemas.answers import (
     TokenizeAnswer,
 )
 from inferbus.schemas.computed import FILLED_IN, AnyComputed, TokenizeRequest
-from inferbus.schemas.errors import ErrorBody, from_body
+from inferbus.schemas.errors import ErrorBody, InferbusError, from_body
 from inferbus.schemas.fleet import Role
 from inferbus.schemas.requests import AnyRequest
 from inferbus.workers.engine.interface import (
@@ -256,6 +256,9 @@ class RemoteAnswer:
                 await feeding
                 await channel.send({})
                 self._whole = _message(_checked(await channel.receive())["message"], TokenAnswer)
+            except EOFError:
+                await feeding  # What the deltas raised.
+                raise
             finally:
                 feeding.cancel()
 
@@ -267,8 +270,12 @@ class RemoteAnswer:
 
 
 async def _feed(channel: Channel, deltas: AsyncIterable[Delta]) -> None:
-    async for delta in deltas:
-        await channel.send(delta)
+    try:
+        async for delta in deltas:
+            await channel.send(delta)
+    except InferbusError:
+        await channel.close()
+        raise
     await channel.send(None)
 
 

@@ -15,6 +15,7 @@ from inferbus.schemas.handoff import Transfer
 from inferbus.workers.config import Option, options
 from inferbus.workers.engine.scripted import ScriptedEngine
 from inferbus.workers.observe.metrics import Metrics
+from tests.engine.parity.wanted import WANTED
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -28,6 +29,11 @@ def test_every_setting_is_documented_with_its_flag_variable_and_meaning(option: 
     text = (DOCS / "configuration.md").read_text()
     assert f"| `{option.flag}` | `{option.env}` |" in text
     assert f"| {option.help} |" in text
+
+
+def test_the_differences_to_sglangs_server_are_documented_and_no_others() -> None:
+    rows = re.findall(r"^\| .* \|$", (DOCS / "openai.md").read_text(), re.MULTILINE)
+    assert rows[1:] == [wanted.row for wanted in WANTED]
 
 
 def test_no_setting_is_documented_that_is_gone() -> None:

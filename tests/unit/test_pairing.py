@@ -184,6 +184,25 @@ async def test_cached_tokens_are_what_prefill_says() -> None:
     assert [running.cached_tokens for running in ran] == [2]
 
 
+async def test_choice_0_comes_first_however_late_it_is() -> None:
+    """openai's own stream helper fails otherwise."""
+    others = asyncio.Event()
+
+    async def deltas(leg: Leg) -> AsyncGenerator[Delta, None]:
+        if leg.index == 0:
+            await others.wait()
+        elif leg.index == 3:
+            others.set()
+        for step in range(4):
+            finish = Finish(reason="length") if step == 3 else None
+            yield Delta(index=leg.index, token_ids=[step], text="", finish=finish)
+
+    found = [delta async for delta in generate(FakePrompt(4), deltas)]  # type: ignore[arg-type]
+    assert found[0].index == 0
+    for index in range(4):
+        assert [delta.token_ids for delta in found if delta.index == index] == [[0], [1], [2], [3]]
+
+
 async def test_three_choices_get_three_rooms_and_three_ids_of_one_length() -> None:
     engine, transport = FakeEngine(), FakeTransport(done)
     deltas = await run(paired(engine, transport), choices=3)

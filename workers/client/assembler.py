@@ -192,7 +192,7 @@ class Assembler:
             self._newest, self._lineage = message.attempt, None
         newest = self._attempts[self._newest]
         if newest.whole is not None:
-            events = self._replace(to_chunks(newest.whole.answer)) if message is newest.whole else []
+            events = self._replace(newest.whole) if message is newest.whole else []
         else:
             events = self._deliver_ready() if self._select_lineage() else []
         self._set_final_status(newest, events)
@@ -248,7 +248,7 @@ class Assembler:
             return []
         self._flowing = None
         self._newest = result.attempt
-        events = [] if result.answer is None else self._replace(to_chunks(result.answer))
+        events = [] if result.answer is None else self._replace(result)
         if isinstance(result.answer, ComputedAnswer):
             whole = WholeMessage(attempt=result.attempt, answer=result.answer)
             self._attempts.setdefault(result.attempt, _Attempt()).whole = whole
@@ -327,8 +327,11 @@ class Assembler:
         else:
             self._consumed.append(_Segment(message.attempt, self._seq))
 
-    def _replace(self, chunks: list[Chunk]) -> list[Event]:
+    def _replace(self, message: WholeMessage | Result) -> list[Event]:
         """Delivers the part of a whole answer that was not delivered yet."""
+        answer = message.answer
+        assert answer is not None  # Both callers have looked.
+        chunks = to_chunks(answer, usage=message.usage)
         new: list[Chunk | None] = list(chunks)
         events: list[Event] = []
         if self.delivered:
@@ -341,7 +344,11 @@ class Assembler:
                 new = list(chunks)
                 events.append(self._restart())
         self._consumed = [_NO_LINEAGE]
-        return [*events, *(self._deliver(chunk) for chunk in new if chunk is not None)]
+        events += [self._deliver(chunk) for chunk in new if chunk is not None]
+        if self.delivered.usage is None and isinstance(answer, dict):
+            # It is known, though no chunk was to say it.
+            self.delivered.usage = answer.get("usage")
+        return events
 
     def _set_final_status(self, newest: _Attempt, events: list[Event]) -> None:
         """Sets the final status once nothing can follow."""

@@ -24,6 +24,7 @@ _EXACT: Final = "token_ids"
 
 _TOKEN_PLACES: Final = ("job", "attempt", "seq", "usage", "warnings")
 _CHUNK_ONLY: Final = ("seq", "object", "usage", "warnings")
+_WHOLE_ONLY: Final = frozenset({"choices", "usage", "object", "metadata"})
 _INDEXED: Final = "tool_calls"
 _SKIPPED: Final = frozenset({"index"})
 _INSIGNIFICANT: Final = frozenset({"role", "type", "logprobs"})
@@ -284,16 +285,20 @@ def _whole_tokens(answer: AnswerSoFar) -> TokenAnswer:
 
 
 @of_the_contract()
-def to_chunks(answer: Answer) -> list[Chunk]:
+def to_chunks(answer: Answer, *, usage: bool = True) -> list[Chunk]:
     """A whole answer as the chunks of a stream: a choice's content, then its end, then the usage.
 
     What is computed in one piece has none.
+
+    Args:
+        answer: The answer.
+        usage: Whether the stream was to report it.
     """
     if isinstance(answer, ComputedAnswer):
         return []
     if isinstance(answer, TokenAnswer):
         return _explode_tokens(answer)
-    frame = {key: value for key, value in answer.items() if key not in ("choices", "usage", "object")}
+    frame = {key: value for key, value in answer.items() if key not in _WHOLE_ONLY}
     kind = answer.get("object")
     frame["object"] = "chat.completion.chunk" if kind == "chat.completion" else kind
     chunks: list[Chunk] = []
@@ -303,7 +308,7 @@ def to_chunks(answer: Answer) -> list[Chunk]:
         content, nothing = _content(choice)
         chunks.append({**frame, "choices": [{**rest, **content, **dict.fromkeys(ends)}]})
         chunks.append({**frame, "choices": [{"index": choice.get("index", 0), **nothing, **ends}]})
-    if answer.get("usage") is not None:
+    if usage and answer.get("usage") is not None:
         chunks.append({**frame, "choices": [], "usage": answer["usage"]})
     return [{**chunk, "seq": seq} for seq, chunk in enumerate(chunks) if isinstance(chunk, dict)]
 

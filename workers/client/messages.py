@@ -77,10 +77,17 @@ class ChunkMessage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class WholeMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer in one piece."""
+    """An answer in one piece.
+
+    Attributes:
+        attempt: From 1.
+        answer: The content.
+        usage: Whether chunks of it were to report the usage.
+    """
 
     attempt: int
     answer: Answer
+    usage: bool = True
 
 
 class ErrorMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,13 +172,25 @@ AnswerMessage = ChunkMessage | WholeMessage | ErrorMessage | EndMark
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """The one final result of a durable job: an answer, or an error."""
+    """The one final result of a durable job: an answer, or an error.
+
+    Attributes:
+        attempt: That ended it.
+        status: How.
+        submission: That it answers.
+        worker: That answered.
+        prefill_worker: That computed the prompt, if another one did.
+        usage: Whether the job's chunks were to report the usage; the answer always has it.
+        answer: The answer.
+        error: Or the error.
+    """
 
     attempt: int
     status: Status
     submission: int | None
     worker: str | None
     prefill_worker: str | None
+    usage: bool = True
     answer: Answer | None = None
     error: InferbusError | None = None
 
@@ -223,7 +242,7 @@ def parse_message(
     if "choices" in fields:
         # Token answers have no `object`, which OpenAI's always have.
         answer = _checked(fields) if "object" in fields else convert(fields, TokenAnswer)
-        return WholeMessage(attempt=attempt, answer=answer)
+        return WholeMessage(attempt=attempt, answer=answer, usage=headers.USAGE not in values)
     if (kind := next((kind for name, kind in _COMPUTED.items() if name in fields), None)) is not None:
         return WholeMessage(attempt=attempt, answer=convert(fields, kind))
     return None
@@ -260,6 +279,7 @@ def parse_result(data: bytes, message_headers: Mapping[str, str] | None, *, job:
         submission=submission_of(values),
         worker=values.get(headers.WORKER),
         prefill_worker=values.get(headers.PREFILL_WORKER),
+        usage=not isinstance(message, WholeMessage) or message.usage,
         answer=message.answer if isinstance(message, WholeMessage) else None,
         error=error,
     )

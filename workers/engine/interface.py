@@ -126,12 +126,12 @@ class Prompt(Protocol):
 
     @property
     def token_ids(self) -> list[int]:
-        """The prompt's tokens."""
+        """The prompt's tokens; of several prompts the first one's."""
         ...
 
     @property
     def choices(self) -> int:
-        """How many legs it takes."""
+        """How many legs it takes: those of one prompt after those of another."""
         ...
 
     def leg(self, index: int, *, rid: str) -> Leg:

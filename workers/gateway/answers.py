@@ -24,14 +24,11 @@ def bare(answer: Answer) -> dict[str, Any]:
     return {name: value for name, value in answer.items() if name not in _OWN}
 
 
-async def chunks(
-    open_stream: Callable[[], AnswerStream[Any]], *, usage: bool = True
-) -> AsyncGenerator[dict[str, Any]]:
+async def chunks(open_stream: Callable[[], AnswerStream[Any]]) -> AsyncGenerator[dict[str, Any]]:
     """The chunks of an answer; closing this closes the stream, and it is opened by the first step.
 
     Args:
         open_stream: Opens it.
-        usage: Whether the usage was asked for: what is read from a stored result has it always.
 
     Raises:
         Restarts: Chunks that were sent are void. No event of OpenAI's API says that.
@@ -42,9 +39,7 @@ async def chunks(
         async for event in stream:
             if not isinstance(event, Restarted):
                 begun = True
-                chunk = bare(event)
-                if usage or chunk.get("choices") or "usage" not in chunk:
-                    yield chunk
+                yield bare(event)
             elif begun:
                 raise Restarts("the answer began anew on another worker; fetch it again")
 

@@ -123,7 +123,7 @@ class Gateway:
         if name is not None:
             job = await jobs.submit(client, asked, name)
             if asked.streamed:
-                again = chunks(partial(client.stream, job), usage=asked.usage)
+                again = chunks(partial(client.stream, job))
                 return self._events(again, job.id, waits=True)
             return await self._whole(request, job.id, jobs.answer(client, job))
         job_id = secrets.token_hex(16)

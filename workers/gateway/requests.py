@@ -33,7 +33,6 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         model: That it names.
         body: Its fields, undecoded, without those that only the gateway reads.
         streamed: Whether chunks are wanted.
-        usage: Whether the last of them is to hold the usage.
         background: Whether the answer is to be fetched later.
         traceparent: W3C trace context.
     """
@@ -42,7 +41,6 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     body: dict[str, Any]
     streamed: bool
-    usage: bool
     background: bool
     traceparent: str | None
 
@@ -112,7 +110,6 @@ async def read_request(request: Request, kind: Kind, *, limit: int) -> Asked:
         model=model,
         body=body,
         streamed=streamed,
-        usage=bool(options and options.get("include_usage")),
         background=background,
         traceparent=request.headers.get("traceparent"),
     )

@@ -428,7 +428,7 @@ class HeldJob:
         reply = Reply(self._parts.broker, attempt, served)
         apart = parse_object(found)
         if apart is None:
-            reply.whole(result.data)
+            reply.whole(result.data, {name: found[name] for name in (headers.USAGE,) if name in found})
         reply.end(cast(headers.Status, found[headers.STATUS]), apart)
         await self._parts.broker.flush()
 
@@ -468,6 +468,8 @@ class HeldJob:
     async def _store(self, result: FinalResult, outcome: AttemptOutcome) -> bool:
         served = served_headers(outcome.attempt, outcome.reply.served)
         fields = {headers.STATUS: outcome.status, **served, **origin(self._delivery.message)}
+        if not outcome.usage:
+            fields[headers.USAGE] = "unasked"
         body = outcome.body if outcome.apart is None else b""
         return await result.store(body, fields | object_header(outcome.apart))
 

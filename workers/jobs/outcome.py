@@ -21,6 +21,7 @@ class AttemptOutcome(msgspec.Struct, frozen=True, kw_only=True):
         body: The whole answer, or the error as an answer.
         error: None on success.
         streamed: Whether the answer has gone out in chunks already.
+        usage: Whether the usage is part of the answer as it was asked for.
         chunks: How many have gone out.
         first_chunk: Seconds from the attempt's beginning to the first one; None where none has gone out.
         queued: Seconds from the arrival of the request to the attempt's beginning.
@@ -34,6 +35,7 @@ class AttemptOutcome(msgspec.Struct, frozen=True, kw_only=True):
     body: bytes
     error: InferbusError | None
     streamed: bool
+    usage: bool = True
     chunks: int = 0
     first_chunk: float | None = None
     queued: float = 0.0

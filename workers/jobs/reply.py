@@ -19,6 +19,7 @@ from inferbus.workers.jobs.retained import RetainedAnswer
 from inferbus.workers.jobs.split import halves
 
 _NO_FIELDS: Final[Mapping[str, Any]] = {}
+_NO_HEADERS: Final[Mapping[str, str]] = {}
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,9 +128,14 @@ class Reply:
         event = Retrying(job=self._attempt.job, attempt=self._attempt.number, retrying=error.body())
         self._send(codec.encode(event, self._attempt.content_type))
 
-    def whole(self, body: bytes) -> None:
-        """Sends the answer in one piece, or an error."""
-        self._send(body)
+    def whole(self, body: bytes, fields: Mapping[str, str] = _NO_HEADERS) -> None:
+        """Sends the answer in one piece, or an error.
+
+        Args:
+            body: The answer.
+            fields: Headers of this message.
+        """
+        self._send(body, fields)
 
     def end(self, status: headers.Status, apart: ObjectRef | None = None) -> None:
         """The end mark: an empty body (ADR-47).
@@ -150,7 +156,7 @@ class Reply:
             self._broker.send(self._retained.reply, b"", fields)
             self._retained.end(fields)
 
-    def _send(self, body: bytes) -> None:
+    def _send(self, body: bytes, more: Mapping[str, str] = _NO_HEADERS) -> None:
         probe = self._probe if self.sent % self._probe_every == 0 else ""
         fields = self._headers
         if fields is not None and self.sent == 0:
@@ -158,6 +164,8 @@ class Reply:
             fields = fields | {headers.WORKER: self.served.worker}
             if self._continues is not None:
                 fields[headers.CONTINUES] = str(self._continues)
+        if fields is not None and more:
+            fields = {**fields, **more}
         retained = self._retained
         if retained is None:
             self._broker.send(self._attempt.reply, body, fields, reply=probe)

@@ -13,6 +13,7 @@ import structlog
 
 from inferbus.schemas.errors import InferbusError, InternalError
 from inferbus.schemas.kinds import WireRequest
+from inferbus.schemas.requests import ChatRequest, CompletionRequest
 from inferbus.schemas.subjects import LIVE_OWNER
 from inferbus.workers import tracing
 from inferbus.workers.admission import Permit
@@ -135,7 +136,7 @@ class AttemptRunner:
         queued: float,
         span: tracing.Span,
     ) -> AttemptOutcome:
-        attempt, streamed = envelope.attempt, False
+        attempt, streamed, usage = envelope.attempt, False, True
         started = time.monotonic()
         if attempt.durable:
             tracing.past("queue", queued)
@@ -144,6 +145,7 @@ class AttemptRunner:
         try:
             attempt, request = await envelope.open()
             streamed = attempt.streams(request)
+            usage = not streamed or _asks_usage(request)
             probe = "" if attempt.durable else self.listeners.probe
             reply = self._reply(
                 attempt, probe=probe, probe_every=self.listeners.every, lost=lost, retained=retained
@@ -167,6 +169,7 @@ class AttemptRunner:
             body=body,
             error=error,
             streamed=streamed,
+            usage=usage,
             chunks=reply.sent,
             first_chunk=None if reply.begun is None else reply.begun - started,
             queued=queued,
@@ -213,6 +216,13 @@ class AttemptRunner:
         if self._settings.patience is None:
             return None
         return self._settings.patience - (self._now() - attempt.arrived).total_seconds()
+
+
+def _asks_usage(request: WireRequest) -> bool:
+    """Whether the chunks of an answer are to report the usage; those of the kind `tokens` always do."""
+    if isinstance(request, ChatRequest | CompletionRequest):
+        return bool(request.stream_options and request.stream_options.include_usage)
+    return True
 
 
 def _span(envelope: Envelope, queued: float) -> tracing.Span:

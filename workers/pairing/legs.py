@@ -72,17 +72,24 @@ def generate(
 
 
 async def _merged(streams: list[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
-    """Not a task group: one in a generator cancels the task that reads it, outside of the generator."""
+    """Deltas as they come, but choice 0 begins: openai's stream helper takes no other beginning.
+
+    Not a task group: one in a generator cancels the task that reads it, outside of the generator.
+    """
     arrived: asyncio.Queue[Delta | asyncio.Task[None]] = asyncio.Queue()
     room = asyncio.Semaphore(2 * len(streams))
+    begun = asyncio.Event()
 
-    async def forward(stream: AsyncGenerator[Delta, None]) -> None:
+    async def forward(index: int, stream: AsyncGenerator[Delta, None]) -> None:
         async with aclosing(stream):
             async for delta in stream:
+                if index:
+                    await begun.wait()
                 await room.acquire()
                 arrived.put_nowait(delta)
+                begun.set()
 
-    tasks = [asyncio.create_task(forward(stream)) for stream in streams]
+    tasks = [asyncio.create_task(forward(index, stream)) for index, stream in enumerate(streams)]
     for task in tasks:
         # Whatever ends it: an end that is not noticed would leave the request waiting for ever.
         task.add_done_callback(arrived.put_nowait)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, Sequence
 from typing import Final
 
@@ -12,7 +13,7 @@ from inferbus.workers.admission import engine_priority
 from inferbus.workers.engine.interface import Delta, Leg, Prompt
 from inferbus.workers.jobs.history import ResumePoint
 from inferbus.workers.jobs.runner import Work
-from inferbus.workers.pairing.legs import RunLeg, RunningLeg, generate, new_rid
+from inferbus.workers.pairing.legs import RunLeg, RunningLeg, generate
 
 log = structlog.get_logger()
 
@@ -54,12 +55,12 @@ class Generation:
 
     async def admitted(self) -> None:
         """Waits until the engine can start it."""
-        leg = self._rest.leg(0, rid=new_rid())
+        legs = [self._rest.leg(index, rid="") for index in range(self._rest.choices)]
         await self._work.permit.enter(
-            len(leg.token_ids),
-            leg.sampling.get("max_new_tokens") or 0,
-            choices=self._rest.choices,
-            certain=bool(leg.sampling.get("ignore_eos")),
+            math.ceil(sum(len(leg.token_ids) for leg in legs) / len(legs)),
+            max(leg.sampling.get("max_new_tokens") or 0 for leg in legs),
+            choices=len(legs),
+            certain=bool(legs[0].sampling.get("ignore_eos")),
         )
 
     def deltas(self) -> AsyncGenerator[Delta, None]:

@@ -15,11 +15,14 @@ from inferbus.schemas.errors import (
     CallerError,
     InvalidRequest,
     ModelNotFound,
+    NotSupported,
     UndecodableBody,
     WrongKind,
 )
 from inferbus.schemas.requests import (
+    REFUSED,
     TYPES,
+    WHOLE_ONLY,
     AnyRequest,
     ChatRequest,
     CompletionRequest,
@@ -233,7 +236,7 @@ def test_one_prompt_is_taken_in_every_shape(prompt: Any, read_as: Any) -> None:
 
 @pytest.mark.parametrize(
     "prompt",
-    ["", [], [[]], [""], ["a", "b"], [[1], [2]], 1, {}, [True], [-1], [2**31], [1, "a"], [["a"]]],
+    ["", [], [[]], [""], ["a", ""], [[1], []], 1, {}, [True], [-1], [2**31], [1, "a"], [["a"]]],
     ids=repr,
 )
 def test_anything_else_is_no_prompt(prompt: Any) -> None:
@@ -241,8 +244,92 @@ def test_anything_else_is_no_prompt(prompt: Any) -> None:
     assert (error.param or "").startswith("prompt")
 
 
-def test_many_prompts_are_refused_and_the_message_says_why() -> None:
-    assert "one text" in refused("completions", {"prompt": ["a", "b"]}).message
+@pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2, 3]], ["a", "a", "a"]], ids=str)
+def test_several_prompts_are_kept_in_their_order(prompt: Any) -> None:
+    assert completion(prompt).prompts == prompt
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields"),
+    [
+        (["a", [1]], {}),
+        ([1, "a"], {}),
+        ([[1], 2], {}),
+        (["a"] * (limits.CHOICES + 1), {}),
+        (["a"] * 2, {"n": limits.CHOICES // 2 + 1}),
+        ([[1] * (limits.PROMPT_TOKENS // 2 + 1)] * 2, {}),
+    ],
+    ids=["text and ids", "id and text", "ids and id", "too many", "too many choices", "too many tokens"],
+)
+def test_prompts_that_are_mixed_or_too_many_are_refused(prompt: Any, fields: dict[str, Any]) -> None:
+    assert refused("completions", {"prompt": prompt} | fields).param == "prompt"
+
+
+@pytest.mark.parametrize("effort", ["low", "max", 0, 0.5, 0.99])
+def test_reasoning_effort_is_a_level_or_a_number(effort: Any) -> None:
+    assert chat(USER, reasoning_effort=effort).reasoning_effort == effort
+
+
+@pytest.mark.parametrize("effort", [True, 1.0, -0.1, []], ids=str)
+def test_another_reasoning_effort_is_refused(effort: Any) -> None:
+    assert refused("chat", {"reasoning_effort": effort}).param == "reasoning_effort"
+
+
+def test_the_ids_of_a_chat_are_its_prompt() -> None:
+    request = chat(USER, input_ids=[1, 2])
+    assert (request.input_ids, request.warnings) == ([1, 2], [])
+    assert refused("chat", {"input_ids": "ab"}).param == "input_ids"
+    assert refused("chat", {"input_ids": [1, "a"]}).param == "input_ids[1]"
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_would_change_the_answer_and_is_served_nowhere_is_refused_by_name(kind: Kind, name: str) -> None:
+    for fields, param in (
+        ({name: "x"}, name),
+        ({"sampling_params": {name: {"a": 1}}}, f"sampling_params.{name}"),
+    ):
+        with pytest.raises(NotSupported) as caught:
+            parse(kind, BODIES[kind] | fields)
+        assert caught.value.param == param
+        assert caught.value.message == f"{param} is not supported"
+    assert parse(kind, BODIES[kind] | {name: False}).warnings == []
+
+
+@pytest.mark.parametrize("name", WHOLE_ONLY)
+def test_what_only_a_whole_chat_answer_can_hold_is_refused_for_a_stream(name: str) -> None:
+    assert refused("chat", {name: True, "stream": True}).param == name
+    assert chat(USER, **{name: True}).warnings == []
+    assert chat(USER, **{name: False}, stream=True).warnings == []
+
+
+def test_a_content_part_of_an_unknown_type_is_named() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "poem"}]
+    error = refused("chat", {"messages": [USER, {"role": "user", "content": parts}]})
+    assert error.param == "messages[1].content[1].type"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_model_may_name_an_adapter_of_it(kind: Kind) -> None:
+    request = parse(kind, BODIES[kind] | {"model": "s3://m:blue"}, model="s3://m")
+    assert request.lora_path == "blue"
+    both = {"model": "m:blue", "lora_path": "blue"}
+    assert parse(kind, BODIES[kind] | both, model="m").lora_path == "blue"
+    with pytest.raises(InvalidRequest) as caught:
+        parse(kind, BODIES[kind] | both | {"lora_path": "red"}, model="m")
+    assert caught.value.param == "lora_path"
+    for name in ("m:", "n:blue", "mm:blue", ":blue"):
+        with pytest.raises(ModelNotFound):
+            parse(kind, BODIES[kind] | {"model": name}, model="m")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_priority_and_salts_are_taken_as_they_are(kind: Kind) -> None:
+    fields = {"priority": -3, "cache_salt": "a", "extra_key": "b"}
+    request = parse(kind, BODIES[kind] | fields)
+    assert (request.priority, request.cache_salt, request.extra_key) == (-3, "a", "b")
+    assert refused(kind, {"priority": "high"}).param == "priority"
+    assert refused(kind, {"cache_salt": ["a"]}).param == "cache_salt"
 
 
 @pytest.mark.parametrize(

@@ -74,15 +74,30 @@ def test_the_finish_reason_is_tool_calls_only_for_complete_calls(
     calls.read(chunk(tool_calls=call(arguments)))
     calls.end(0, finish)
     last = chunk("tool_calls" if finish.reason == "stop" else "length")
+    last["choices"][0]["matched_stop"] = finish.matched
     calls.read(last)
     assert last["choices"][0]["finish_reason"] == reason
     body = {
-        "choices": [{"index": 0, "message": {"content": "x", "tool_calls": None}, "finish_reason": "stop"}]
+        "choices": [
+            {
+                "index": 0,
+                "message": {"content": "x", "tool_calls": None},
+                "finish_reason": "stop",
+                "matched_stop": None,
+            }
+        ]
     }
     choice = json.loads(calls.completed(json.dumps(body).encode()))["choices"][0]
     assert choice["message"]["content"] == "Well."
-    if finish.matched == 2:  # The model ended it by itself: SGLang's calls stay.
-        assert (choice["finish_reason"], choice["message"]["tool_calls"]) == ("stop", None)
-    else:
-        assert choice["finish_reason"] == reason
-        assert choice["message"]["tool_calls"][0]["function"] == {"name": "look", "arguments": arguments}
+    assert (choice["finish_reason"], choice["matched_stop"]) == (reason, finish.matched)
+    (told,) = choice["message"]["tool_calls"]
+    assert (told["id"], told["function"]) == ("call_1", {"name": "look", "arguments": arguments})
+
+
+@given(STEPS)
+async def test_choice_0_has_the_first_chunk(steps: list[tuple[int, str]]) -> None:
+    """openai's own stream helper fails otherwise."""
+    given_ = [delta(index, number, text) for number, (index, text) in enumerate(steps)]
+    given_ += [delta(index, 100 + index, "", Finish(reason="length")) for index in (2, 1, 0)]
+    joined = [each async for each in _with_text(stream(given_))]
+    assert joined[0].index == 0

@@ -155,7 +155,8 @@ def test_an_answer_is_lowered_to_what_the_cache_holds_and_that_is_said() -> None
 )
 def test_seeds_of_choices_stay_in_64_bits(seed: int, index: int, expected: int) -> None:
     prompt = SGLangPrompt(
-        [1],
+        [[1]],
+        lengths=[1],
         sampling={"sampling_seed": seed},
         options={},
         choices=3,
@@ -266,13 +267,16 @@ async def test_of_prompts_that_come_at_once_the_first_are_converted_first_and_a_
         def __new__(cls, *_: Any) -> Any:
             return handler
 
+    class Request(SimpleNamespace):
+        model_fields = ("messages", "stream")
+
     # What is imported of SGLang here, whose import takes ten seconds.
-    for name, kind in (
-        ("serving_completions", "OpenAIServingCompletion"),
-        ("protocol", "ChatCompletionRequest"),
+    for module, name, kind in (
+        ("serving_completions", "OpenAIServingCompletion", lambda *_: None),
+        ("protocol", "ChatCompletionRequest", Request),
     ):
-        stand_in = SimpleNamespace(**{kind: lambda *_, **fields: SimpleNamespace(**fields)})
-        monkeypatch.setitem(sys.modules, f"sglang.srt.entrypoints.openai.{name}", stand_in)
+        stand_in = SimpleNamespace(**{name: kind})
+        monkeypatch.setitem(sys.modules, f"sglang.srt.entrypoints.openai.{module}", stand_in)
     manager = SimpleNamespace(tokenizer=None, serving_chat_class=Handlers, served_model_name="m")
     serving = Serving(SimpleNamespace(tokenizer_manager=manager, template_manager=None, server_args=None))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable
+from collections.abc import AsyncGenerator, AsyncIterable, Sequence
 from typing import Any, Final, Literal
 
 import msgspec
@@ -29,7 +29,7 @@ class TextAnswer:
         prompt_tokens: int,
         choices: int = 1,
         include_usage: bool = False,
-        echo: str = "",
+        echoes: Sequence[str] = (),
     ) -> None:
         """Sets what all messages of the answer have in common.
 
@@ -37,10 +37,10 @@ class TextAnswer:
             kind: Which of the two.
             model: The served model name.
             identity: Of the answer.
-            prompt_tokens: Counted once, whatever the number of choices.
+            prompt_tokens: Of all prompts, each counted once, whatever the number of its choices.
             choices: How many.
             include_usage: Whether a last chunk holds the usage.
-            echo: Comes before each choice's text.
+            echoes: Come before the text of each choice.
         """
         self._chat = kind == "chat"
         self._whole, self._chunk, prefix = OBJECTS[kind]
@@ -51,7 +51,7 @@ class TextAnswer:
         }
         self._prompt_tokens = prompt_tokens
         self._include_usage = include_usage
-        self._echo = echo
+        self._echoes = echoes or [""] * choices
         self._parts: list[list[str]] = [[] for _ in range(choices)]
         self._reasons: list[str | None] = [None] * choices
         self._completion_tokens = 0
@@ -73,7 +73,7 @@ class TextAnswer:
                 begun.add(index)
                 if self._chat:
                     yield self._message([self._choice(index, {"role": "assistant", "content": ""})])
-                text = self._echo + text
+                text = self._echoes[index] + text
             if text:
                 parts[index].append(text)
                 yield b"".join((head[index], msgspec.json.encode(text), tail))

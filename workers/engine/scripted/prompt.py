@@ -19,10 +19,10 @@ _OF_TEXT: Final = ("stop", "stop_regex", "json_schema", "regex", "ebnf", "struct
 
 
 class Checked(NamedTuple):
-    """A request's prompt, and what of it is echoed."""
+    """A request's prompts, and what of each is echoed."""
 
-    token_ids: list[int]
-    echo: str
+    prompts: list[list[int]]
+    echoes: list[str]
 
 
 class ScriptedPrompt:
@@ -37,7 +37,7 @@ class ScriptedPrompt:
         tokenizer: ByteTokenizer,
     ) -> None:
         self._request = request
-        self._token_ids, self._echo = checked
+        self._prompts, self._echoes = checked
         self._left = request.sampling.max_new_tokens
         self._tokenizer = tokenizer
         self._model = model
@@ -45,27 +45,28 @@ class ScriptedPrompt:
     @property
     def token_ids(self) -> list[int]:
         """The prompt's tokens."""
-        return self._token_ids
+        return self._prompts[0]
 
     @property
     def choices(self) -> int:
         """How many legs it takes."""
-        return self._request.sampling.choices
+        return self._request.sampling.choices * len(self._prompts)
 
     def leg(self, index: int, *, rid: str) -> Leg:
         """The engine call of one choice."""
+        which, choice = divmod(index, self._request.sampling.choices)
         sampling = self._request.sampling.given()
         sampling.pop("n", None)
         if self._left is not None:
             sampling["max_new_tokens"] = self._left
         if (seed := sampling.get("sampling_seed")) is not None:
-            sampling["sampling_seed"] = seed + index
+            sampling["sampling_seed"] = seed + choice
         options: dict[str, Any] = {}
         if self._request.user is not None:
             options[USER] = self._request.user
         if isinstance(self._request, TokenRequest) and self._request.logprobs:
             options |= {"return_logprob": True, "top_logprobs_num": self._request.top_logprobs or 0}
-        return Leg(rid=rid, index=index, token_ids=self._token_ids, sampling=sampling, options=options)
+        return Leg(rid=rid, index=index, token_ids=self._prompts[which], sampling=sampling, options=options)
 
     def resumed(self, token_ids: list[int], text: str) -> ScriptedPrompt | None:
         """See `Prompt.resumed`."""
@@ -73,10 +74,10 @@ class ScriptedPrompt:
         left = None if sampling.max_new_tokens is None else sampling.max_new_tokens - len(token_ids)
         if self.choices > 1 or asks_logprobs(self._request) or (left is not None and left < 1):
             return None
-        if self._request.kind != "tokens" and self._echo + self._tokenizer.decode(token_ids) != text:
+        if self._request.kind != "tokens" and self._echoes[0] + self._tokenizer.decode(token_ids) != text:
             return None
         resumed = copy.copy(self)
-        resumed._token_ids = self._token_ids + token_ids
+        resumed._prompts = [self._prompts[0] + token_ids]
         resumed._left = left
         return resumed
 
@@ -84,16 +85,16 @@ class ScriptedPrompt:
         """A fresh formatter."""
         request = self._request
         if isinstance(request, TokenRequest):
-            return TokensAnswer(request, prompt_tokens=len(self._token_ids), choices=self.choices)
+            return TokensAnswer(request, prompt_tokens=len(self.token_ids), choices=self.choices)
         options = request.stream_options
         return TextAnswer(
             request.kind,
             model=self._model,
             identity=identity or AnswerIdentity.new(),
-            prompt_tokens=len(self._token_ids),
+            prompt_tokens=sum(map(len, self._prompts)),
             choices=self.choices,
             include_usage=bool(options and options.include_usage),
-            echo=self._echo,
+            echoes=[echo for echo in self._echoes for _ in range(request.sampling.choices)],
         )
 
 
@@ -107,15 +108,19 @@ def prepare(request: AnyRequest, info: EngineInfo, tokenizer: ByteTokenizer) -> 
         raise NotSupported(f"this engine does not serve the kind {request.kind!r}")
     _refuse_unsupported(request)
     request.sampling.check_vocabulary(info.capacity.vocabulary)
-    echo = ""
     if isinstance(request, ChatRequest):
-        token_ids = tokenizer.encode(render(request))
+        prompts = [request.input_ids or tokenizer.encode(render(request))]
     elif isinstance(request, CompletionRequest):
-        prompt = request.prompt
-        token_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        echo = tokenizer.decode(token_ids) if request.echo else ""
+        prompts = [tokenizer.encode(each) if isinstance(each, str) else each for each in request.prompts]
     else:
-        token_ids = request.token_ids
+        prompts = [request.token_ids]
+    for token_ids in prompts:
+        _check_prompt(request, token_ids, info)
+    echoed = isinstance(request, CompletionRequest) and request.echo
+    return Checked(prompts, [tokenizer.decode(token_ids) if echoed else "" for token_ids in prompts])
+
+
+def _check_prompt(request: AnyRequest, token_ids: list[int], info: EngineInfo) -> None:
     if max(token_ids) >= info.capacity.vocabulary or min(token_ids) < 0:
         field = "prompt" if isinstance(request, CompletionRequest) else "token_ids"
         raise InvalidRequest(
@@ -129,7 +134,6 @@ def prepare(request: AnyRequest, info: EngineInfo, tokenizer: ByteTokenizer) -> 
             prompt=len(token_ids),
             total=wanted,
         )
-    return Checked(token_ids, echo)
 
 
 def _refuse_unsupported(request: AnyRequest) -> None:
@@ -138,6 +142,9 @@ def _refuse_unsupported(request: AnyRequest) -> None:
     if not isinstance(request, TokenRequest):
         given += [name for name in ("tools", "response_format") if getattr(request, name, None)]
         given += ["logprobs"] * asks_logprobs(request)
+        given += [
+            name for name in request.__struct_fields__ if name[:7] == "return_" and getattr(request, name)
+        ]
     if given:
         raise NotSupported(f"{given[0]} is not supported by a scripted engine", param=given[0])
 

@@ -1,10 +1,10 @@
 """Chat and completion answers: SGLang's own formatters, fed with our deltas.
 
-Three things are changed. Tokens without text of their own wait for the next ones
+Four things are changed. Tokens without text of their own wait for the next ones
 that have some: their chunk would be empty, and SGLang sends it, or drops its log
 probabilities. Log probabilities of a last step without text go with the finish
-reason. And an answer that was cut off inside a tool call holds that call as far
-as it came, in a stream as in one piece, where SGLang completes it or drops it.
+reason. With tools, the answer in one piece is what its stream said
+(`toolcalls.py`). And the metadata of an answer hold texts alone.
 """
 
 from __future__ import annotations
@@ -37,14 +37,18 @@ class OpenAIAnswer:
         handler: SGLang's `OpenAIServingChat` or `OpenAIServingCompletion`, on a `PassThrough`.
         request: SGLang's OpenAI request, as its conversion left it.
         identity: Of the answer; SGLang's own is a leg's, and of the moment of each chunk.
+        prompts: The tokens of each prompt; the choices of one follow each other.
         chat: Which of the two it is.
     """
 
-    def __init__(self, handler: Any, request: Any, identity: AnswerIdentity, *, chat: bool) -> None:
+    def __init__(
+        self, handler: Any, request: Any, identity: AnswerIdentity, *, prompts: list[list[int]], chat: bool
+    ) -> None:
         self._handler = handler
         self._identity = identity
         self._created = f'"created":{identity.created}'
         self._request = request
+        self._prompts = prompts
         self._stream = handler._generate_chat_stream if chat else handler._generate_completion_stream
         self._build = handler._build_chat_response if chat else handler._build_completion_response
         self._outputs: dict[int, dict[str, Any]] = {}
@@ -71,12 +75,18 @@ class OpenAIAnswer:
 
     def whole(self) -> bytes:
         """SGLang's answer to a request that does not stream, from the same deltas."""
-        outputs = [self._outputs[index] for index in sorted(self._outputs)]
-        if len(outputs) != (self._request.n or 1):
+        outputs = [
+            self._outputs[index] | {"prompt_token_ids": self._prompt(index)}
+            for index in sorted(self._outputs)
+        ]
+        if len(outputs) != len(self._prompts) * self._request.n:
             raise EngineFailed("not every choice has finished")
         response = self._build(self._request, [_joined(output) for output in outputs], self._identity.created)
         if not hasattr(response, "model_dump_json"):  # An HTTP error response.
             raise EngineFailed("SGLang could not format the answer")
+        if isinstance(response.metadata, dict):
+            # A list of spans; OpenAI's metadata are texts, and its types refuse the answer.
+            response.metadata.pop("weight_versions", None)
         body = response.model_dump_json().encode("utf-8", "replace")
         return bytes(body if self._calls is None else self._calls.completed(body))
 
@@ -109,7 +119,11 @@ class OpenAIAnswer:
                 "output_ids": delta.token_ids,
                 "meta_info": meta,
                 "index": delta.index,
+                "prompt_token_ids": self._prompt(delta.index),
             }
+
+    def _prompt(self, index: int) -> list[int]:
+        return self._prompts[index // self._request.n]
 
     def _end(self, delta: Delta, meta: dict[str, Any]) -> None:
         """Notes what the chunk with a choice's finish reason has to hold besides."""
@@ -140,16 +154,24 @@ class OpenAIAnswer:
 
 
 async def _with_text(deltas: AsyncIterable[Delta]) -> AsyncIterator[Delta]:
-    """The same tokens in deltas that have text or end a choice."""
+    """The same tokens in deltas that have text or end a choice; choice 0 has the first one."""
     waiting: dict[int, Delta] = {}
+    behind: list[Delta] = []
+    begun = False
     async for delta in deltas:
         before = waiting.pop(delta.index, None)
         if before is not None:
             delta = _sum(before, delta)
-        if delta.text or delta.finish is not None:
-            yield delta
-        else:
+        if not delta.text and delta.finish is None:
             waiting[delta.index] = delta
+        elif begun or delta.index == 0:
+            yield delta
+            begun = True
+            for each in behind:
+                yield each
+            behind = []
+        else:
+            behind.append(delta)
 
 
 def _sum(before: Delta, after: Delta) -> Delta:
@@ -165,8 +187,8 @@ def _sum(before: Delta, after: Delta) -> Delta:
 
 def _joined(output: dict[str, Any]) -> dict[str, Any]:
     return {
+        **output,
         "text": "".join(output["text"]),
-        "output_ids": output["output_ids"],
         "meta_info": {**output["meta_info"], **output["grown"]},
     }
 

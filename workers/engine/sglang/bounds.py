@@ -14,7 +14,7 @@ import msgspec
 from inferbus.schemas.errors import ContextLengthExceeded, InvalidRequest
 from inferbus.schemas.requests import AnyRequest
 
-PROMPT_FIELD: Final = {"tokens": "token_ids", "chat": "messages", "completions": "prompt"}
+_PROMPT_FIELD: Final = {"tokens": "token_ids", "chat": "messages", "completions": "prompt"}
 
 
 _SCHEDULER_MARGIN: Final = 5
@@ -69,7 +69,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ContextLengthExceeded: The prompt, or prompt and answer, do not fit.
         """
-        param = PROMPT_FIELD[request.kind]
+        param = prompt_field(request)
         wanted = request.sampling.max_new_tokens
         if prompt > self.longest_prompt:
             raise ContextLengthExceeded(
@@ -92,6 +92,11 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
         if wanted > room:
             warn(request, f"max_tokens lowered to {room}, which is what the engine has room for")
         return min(wanted, room)
+
+
+def prompt_field(request: AnyRequest) -> str:
+    """The field that a request's prompt comes in."""
+    return "input_ids" if getattr(request, "input_ids", None) else _PROMPT_FIELD[request.kind]
 
 
 def warn(request: AnyRequest, warning: str) -> None:

@@ -13,7 +13,7 @@ from inferbus.schemas.requests import AnyRequest, ChatRequest, CompletionRequest
 from inferbus.schemas.sampling import GRAMMARS, INT64
 from inferbus.workers.engine.sglang import grammars, patterns
 from inferbus.workers.engine.sglang.answers import OpenAIAnswer
-from inferbus.workers.engine.sglang.bounds import PROMPT_FIELD, Bounds, warn
+from inferbus.workers.engine.sglang.bounds import Bounds, prompt_field, warn
 from inferbus.workers.engine.sglang.description import setting
 from inferbus.workers.engine.sglang.prompts import SGLangPrompt
 from inferbus.workers.engine.sglang.redaction import unquoted
@@ -74,6 +74,8 @@ class Preparer:
         request.sampling.check_vocabulary(self._bounds.vocabulary)
         if request.priority is not None and request.priority not in INT64:
             raise InvalidRequest("priority must fit a signed 64-bit integer", param="priority")
+        if request.lora_path is not None:
+            self._check_adapter(request.lora_path)
         if self._serving is None:
             _refuse_text(request)
         if not self._trust_grammars:
@@ -84,12 +86,20 @@ class Preparer:
             return self._tokens(request)
         return await self._openai(request)
 
+    def _check_adapter(self, name: str) -> None:
+        """Refuses an adapter that SGLang would refuse only once prefill is at work."""
+        if not setting(self._manager, "enable_lora"):
+            raise NotSupported("this model's workers have no adapters: --enable-lora", param="lora_path")
+        if name not in getattr(self._manager, "lora_ref_cache", (name,)):
+            raise InvalidRequest("lora_path names no adapter that was loaded", param="lora_path")
+
     def _tokens(self, request: TokenRequest) -> SGLangPrompt:
         sampling = {**self._model_defaults, **request.sampling.given()}
         options: dict[str, Any] = {
             "priority": request.priority,
             "lora_path": request.lora_path,
             "cache_salt": request.cache_salt,
+            "extra_key": request.extra_key,
         }
         if request.logprobs:
             options["return_logprob"] = True
@@ -97,7 +107,7 @@ class Preparer:
         choices = request.sampling.choices
         return self._prompt(
             request,
-            request.token_ids,
+            [request.token_ids],
             sampling=sampling,
             options=options,
             answer=lambda _: TokensAnswer(request, prompt_tokens=len(request.token_ids), choices=choices),
@@ -109,46 +119,51 @@ class Preparer:
         chat = isinstance(request, ChatRequest)
         if chat and not serving.has_chat_template:
             raise NotSupported("the model has no chat template")
-        if self._role != "both" and isinstance(request, CompletionRequest):
-            _refuse_prompt_logprobs(request)
+        if self._role != "both":
+            _refuse_prefills_own(request)
         converted, openai = await serving.convert(request)
         handler = serving.chat if chat else serving.completion
         sampling = with_late_parameters(converted.sampling_params, request)
+        if (grammar := request.sampling.grammar) and sum(bool(sampling.get(name)) for name in GRAMMARS) > 1:
+            raise InvalidRequest(f"{grammar} and response_format or tools exclude each other", param=grammar)
         if not self._trust_grammars and any(sampling.get(name) for name in GRAMMARS):
             grammars.check_tools(request)
         return self._prompt(
             request,
-            list(converted.input_ids),
+            converted.input_ids,
             sampling=sampling,
             options={name: getattr(converted, name, None) for name in _OPTIONS}
-            | {"cache_salt": request.cache_salt},
-            answer=partial(OpenAIAnswer, handler, openai, chat=chat),
+            | {"cache_salt": request.cache_salt, "extra_key": request.extra_key},
+            answer=partial(OpenAIAnswer, handler, openai, prompts=converted.input_ids, chat=chat),
         )
 
     def _prompt(
         self,
         request: AnyRequest,
-        token_ids: list[int],
+        prompts: list[list[int]],
         *,
         sampling: dict[str, Any],
         options: dict[str, Any],
         answer: Any,
     ) -> SGLangPrompt:
-        self._bounds.check_ids(token_ids, PROMPT_FIELD[request.kind])
+        for token_ids in prompts:
+            self._bounds.check_ids(token_ids, prompt_field(request))
         sampling = {name: value for name, value in sampling.items() if name != "n"}
-        sampling["max_new_tokens"] = self._bounds.new_tokens(request, len(token_ids))
+        lengths = [self._bounds.new_tokens(request, len(token_ids)) for token_ids in prompts]
+        sampling["max_new_tokens"] = lengths[0]
         if sampling.get("stop"):
             sampling["stop_regex"] = grammars.with_window(sampling["stop"], sampling.get("stop_regex"))
         self._verify(sampling)
         return SGLangPrompt(
-            token_ids,
+            prompts,
+            lengths=lengths,
             sampling=sampling,
             options={
                 name: value for name, value in options.items() if value is not None and value is not False
             },
             choices=request.sampling.choices,
             answer=answer,
-            decode=None if request.kind == "tokens" else self._decoder(token_ids, sampling),
+            decode=None if request.kind == "tokens" else self._decoder(prompts[0], sampling),
             resumable=self._resumable(request, sampling),
         )
 
@@ -165,6 +180,7 @@ class Preparer:
         )
         return (
             request.sampling.choices == 1
+            and len(getattr(request, "prompts", ())) < 2
             and not parsed
             and not asks_logprobs(request)
             and not getattr(request, "echo", None)
@@ -198,8 +214,14 @@ class Preparer:
             ) from error
 
 
-def _refuse_prompt_logprobs(request: CompletionRequest) -> None:
-    if request.echo and asks_logprobs(request):
+def _refuse_prefills_own(request: ChatRequest | CompletionRequest) -> None:
+    """Refuses what only the engine that computes the prompt knows."""
+    if request.return_cached_tokens_details:
+        raise NotSupported(
+            "return_cached_tokens_details needs the cache of the prompt's engine, which is another worker's",
+            param="return_cached_tokens_details",
+        )
+    if isinstance(request, CompletionRequest) and request.echo and asks_logprobs(request):
         raise NotSupported(
             "echo with logprobs needs the prompt's own, which a decode engine does not have", param="echo"
         )

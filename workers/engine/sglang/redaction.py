@@ -19,6 +19,9 @@ SHORTEST_SECRET: Final = 4
 """Shorter strings of a request, or of an option, are words that any message may contain (`user`, `auto`)."""
 
 _QUOTED: Final = re.compile(r"""(['"`]).*?\1""", re.DOTALL)
+_PLACE: Final = re.compile(r"\[\d\d:\d\d:\d\d\] [^\s:]+:\d+: ")
+"""What xgrammar puts before its messages: a time of day and a line of its source."""
+
 _QUOTES_REQUESTS: Final = (
     "key_string",
     "Key string",
@@ -39,8 +42,8 @@ _ORDINARY: Final = frozenset(
 
 
 def unquoted(error: object) -> str:
-    """A message's first line with everything in quotes left out."""
-    text = _QUOTED.sub("…", str(error)).strip()
+    """A message's first line without what is in quotes, and without a place in somebody's source."""
+    text = _PLACE.sub("", _QUOTED.sub("…", str(error))).strip()
     return (text.splitlines() or ["no reason given"])[0][:LONGEST]
 
 

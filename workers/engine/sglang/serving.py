@@ -18,7 +18,7 @@ import structlog
 
 from inferbus.schemas.computed import TokenizeRequest
 from inferbus.schemas.errors import InvalidRequest, NotSupported
-from inferbus.schemas.requests import ChatRequest, CompletionRequest
+from inferbus.schemas.requests import MEDIA, ChatRequest, CompletionRequest
 from inferbus.workers.engine.sglang.redaction import safe
 from inferbus.workers.engine.sglang.toolcalls import cut_off
 
@@ -44,6 +44,7 @@ _LATE: Final = ("json_schema", "structural_tag", "spaces_between_special_tokens"
 
 _CHAT_FIELDS: Final = (
     "messages",
+    "input_ids",
     "tools",
     "tool_choice",
     "parallel_tool_calls",
@@ -56,8 +57,17 @@ _CHAT_FIELDS: Final = (
     "stream_reasoning",
     "chat_template_kwargs",
     "continue_final_message",
+    "thinking",
+    "task",
     "priority",
     "lora_path",
+    "return_token_ids",
+    "return_prompt_token_ids",
+    "return_meta_info",
+    "return_cached_tokens_details",
+    "return_spec_tokens_details",
+    "return_input_ids_in_sglext",
+    "return_output_ids_in_sglext",
 )
 _COMPLETION_FIELDS: Final = (
     "prompt",
@@ -66,8 +76,10 @@ _COMPLETION_FIELDS: Final = (
     "response_format",
     "priority",
     "lora_path",
+    "return_token_ids",
+    "return_cached_tokens_details",
+    "return_spec_tokens_details",
 )
-_MEDIA: Final = frozenset({"image_url", "input_image", "video_url", "audio_url", "input_audio", "file"})
 _MUTATED: Final = frozenset({"tools", "response_format", "chat_template_kwargs"})
 """Fields that SGLang changes in place."""
 
@@ -135,11 +147,11 @@ class Serving:
         )
 
     async def convert(self, request: ChatRequest | CompletionRequest) -> tuple[Any, Any]:
-        """SGLang's request for a chat or completion request, with `input_ids`; and its OpenAI form.
+        """SGLang's request, its `input_ids` a list for each prompt, and its OpenAI form.
 
         Raises:
             InvalidRequest: SGLang refused it, or its template did.
-            NotSupported: It holds what the model cannot take.
+            NotSupported: It holds what the model, or this version of SGLang, cannot take.
         """
         handler = self.chat if isinstance(request, ChatRequest) else self.completion
         if isinstance(request, ChatRequest):
@@ -158,8 +170,7 @@ class Serving:
             converted, openai = await loop.run_in_executor(
                 self._threads, handler._convert_to_internal_request, openai, None
             )
-            if converted.input_ids is None:
-                converted.input_ids = await self._tokenize(converted.text)
+            converted.input_ids = await self._prompts(converted)
         except Exception as error:  # a template and a tokenizer may raise anything
             raise _refused(error, request) from error
         openai.model = self._manager.served_model_name
@@ -195,6 +206,15 @@ class Serving:
         except Exception as error:  # a template and a tokenizer may raise anything
             raise _refused(error, chat) from error
 
+    async def _prompts(self, converted: Any) -> list[list[int]]:
+        """The tokens of each prompt."""
+        token_ids = converted.input_ids
+        if token_ids is None:
+            texts = [converted.text] if isinstance(converted.text, str) else converted.text
+            return [await self._tokenize(text) for text in texts]
+        several = bool(token_ids) and isinstance(token_ids[0], list)
+        return list(token_ids) if several else [list(token_ids)]
+
     async def _tokenize(self, text: str) -> list[int]:
         """Tokenises a prompt as the tokenizer manager would, a long one off the loop."""
         tokenizing = self._manager._tokenize_texts(text, False)
@@ -217,9 +237,24 @@ class Serving:
         for i, message in enumerate(request.messages):
             content = message.get("content")
             for part in content if isinstance(content, list) else ():
-                if part.get("type") in _MEDIA:
-                    param = f"messages[{i}].content"
-                    raise NotSupported("images, audio and video are not supported", param=param)
+                if part["type"] in MEDIA:
+                    raise NotSupported(
+                        "images, audio, video and files are not supported", param=f"messages[{i}].content"
+                    )
+        constrained = next(
+            (name for name in ("response_format", "regex", "ebnf") if _given(request, name)), None
+        )
+        if constrained and (request.tool_choice == "required" or isinstance(request.tool_choice, dict)):
+            raise InvalidRequest(
+                f"{constrained} and a tool_choice that asks for a call exclude each other", param=constrained
+            )
+
+
+def _given(request: ChatRequest, name: str) -> bool:
+    """Whether a request asks for a form of its answer by this field."""
+    if name == "response_format":
+        return (request.response_format or {}).get("type") not in (None, "text")
+    return bool(getattr(request.sampling, name))
 
 
 def _fields(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
@@ -272,6 +307,9 @@ def _model_type(request: ChatRequest | CompletionRequest) -> Any:
 def _parse(kind: Any, fields: dict[str, Any]) -> Any:
     from pydantic import ValidationError
 
+    missing = next((name for name in fields if name not in kind.model_fields), None)
+    if missing is not None:  # Pydantic would drop it.
+        raise NotSupported(f"{missing} is not supported by this version of SGLang", param=missing)
     try:
         return kind(**fields)
     except ValidationError as error:

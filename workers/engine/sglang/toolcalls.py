@@ -1,13 +1,15 @@
 """Tool calls, and the text around them, alike in a stream and in one piece.
 
-SGLang's formatters differ where an answer is cut off inside a call, by a stop string
-or by its length. The stream has sent the beginning of the call, completes its
-arguments to valid JSON that the model never wrote, and ends with `tool_calls`; the
-answer in one piece has no such call. Here both hold the call as far as the model
-wrote it, and `tool_calls` is the finish reason only if every call is complete.
+SGLang parses an answer twice: as it is generated, for a stream, and at its end, for an answer in one piece.
+The two differ. In one piece, text before a call loses its last blank, text behind it is left out, and there
+is no `matched_stop`; a call of a tool that is not there leaves other text behind; a call's random id is
+another one. And where an answer is cut off inside a call, by a stop string or by its length, the stream has
+sent the beginning of the call, completes its arguments to valid JSON that the model never wrote, and ends
+with `tool_calls`; the answer in one piece has no such call.
 
-They also differ in the text: in one piece it ends with the first call (qwen25). Here
-it is the stream's.
+A durable job has both, its chunks and its result, and somebody may have acted on the chunks already. So the
+answer in one piece is what its stream said. Both hold a call that was cut off as far as the model wrote it,
+and `tool_calls` is the finish reason only if every call is complete.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ class SentCalls:
         self._content: dict[int, str] = {}
         self._calls: dict[int, dict[int, dict[str, Any]]] = {}
         self._cut: dict[int, str] = {}
+        self._ends: dict[int, dict[str, Any]] = {}
 
     def end(self, index: int, finish: Finish) -> None:
         """Notes how the engine ended a choice; to be called before the chunk that says so is read."""
@@ -48,20 +51,19 @@ class SentCalls:
             if choice.get("finish_reason") == "tool_calls" and index in self._cut:
                 choice["finish_reason"] = self._reason(index)
                 corrected = True
+            if choice.get("finish_reason"):
+                self._ends[index] = {name: choice.get(name) for name in ("finish_reason", "matched_stop")}
         return corrected
 
     def completed(self, body: bytes) -> bytes:
-        """An answer in one piece, with the text, and the calls that were cut off, of its stream."""
-        if not self._calls:
-            return body
+        """An answer in one piece, with the text, the calls and the ends of its stream."""
         answer = msgspec.json.decode(body)
         for choice in answer["choices"]:
             index, message = choice["index"], choice["message"]
-            if index in self._calls:
-                message["content"] = self._content.get(index) or None
-            if index in self._calls and index in self._cut:
-                message["tool_calls"] = list(self._calls[index].values())
-                choice["finish_reason"] = self._reason(index)
+            calls = self._calls.get(index)
+            message["content"] = self._content.get(index, "")
+            message["tool_calls"] = list(calls.values()) if calls else None
+            choice |= self._ends.get(index, {})
         return msgspec.json.encode(answer)
 
     def _reason(self, index: int) -> str:
