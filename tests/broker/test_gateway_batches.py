@@ -217,7 +217,7 @@ async def test_a_batch_is_cancelled_and_its_input_stays_while_it_runs(client: op
     [
         ({"input_file_id": "file-none"}, "file_id"),
         ({"input_file_id": 1}, "input_file_id"),
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/images/generations"}, "endpoint"),
         ({"completion_window": "soon"}, "completion_window"),
         ({"output_expires_after": {}}, "output_expires_after"),
         ({"metadata": {"a": 1}}, "metadata"),

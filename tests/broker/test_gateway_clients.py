@@ -187,12 +187,6 @@ async def test_a_stream_that_is_closed_frees_the_worker(
     await workers[1].idle()
 
 
-async def test_an_embedding_is_refused_as_not_served(client: openai.AsyncOpenAI) -> None:
-    with pytest.raises(openai.NotFoundError) as told:
-        await client.embeddings.create(model=MODEL, input="Hi")
-    assert told.value.code == "unknown_url"
-
-
 async def test_a_request_with_an_idempotency_key_is_answered_once(client: openai.AsyncOpenAI) -> None:
     named = {"Idempotency-Key": "once-1"}
     first = await client.chat.completions.create(**CHAT, extra_headers=named)

@@ -158,7 +158,7 @@ async def test_jobs_are_taken_of_served_models_and_of_known_classes_and_kinds_on
         for job_class in CLASSES:
             await JetStream(streams).store(streams.subjects.job("m", job_class, "o", kind), b"{}")
     for subject in (
-        "infer.jobs.m.batch.o.embeddings",
+        "infer.jobs.m.batch.o.images",
         "infer.jobs.m.urgent.o.chat",
         "infer.jobs.m.batch.chat",
         "infer.jobs.m.batch.o.p.chat",

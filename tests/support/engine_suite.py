@@ -112,7 +112,7 @@ class EngineSuite:
 
     async def test_it_says_what_it_can_do(self, engine: Engine) -> None:
         info = engine.info
-        assert set(info.kinds) == {"tokens", "chat", "completions"}
+        assert set(info.kinds) == {"tokens", "chat", "completions", "tokenize", "detokenize"}
         assert info.tokenizer
         assert info.name
         assert info.model

@@ -670,7 +670,7 @@ async def test_a_job_whose_owner_cannot_be_told_becomes_a_dead_letter(subject: s
 async def test_a_job_of_an_unknown_kind_has_an_error_as_its_result() -> None:
     bench = Bench(answer)
     delivery = bench.job()
-    delivery.message = msgspec.structs.replace(delivery.message, subject="infer.jobs.m.batch.acme.embeddings")
+    delivery.message = msgspec.structs.replace(delivery.message, subject="infer.jobs.m.batch.acme.images")
     assert await bench.handle(delivery) == ("ack", None)
     [result] = bench.results
     assert json.loads(result.data)["error"]["code"] == "invalid_subject"

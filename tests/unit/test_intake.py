@@ -60,7 +60,7 @@ async def unsendable(work: Work) -> bytes:
 
 
 async def test_a_live_request_of_an_unknown_kind_is_answered() -> None:
-    [answer], status = await heard("infer.request.m.embeddings", b"{}", whole)
+    [answer], status = await heard("infer.request.m.images", b"{}", whole)
     assert json.loads(answer)["error"]["code"] == "invalid_subject"
     assert status == "error"
 

@@ -1,4 +1,4 @@
-"""The asyncio client. It imports neither torch nor SGLang nor NIXL.
+"""The client, for asyncio and without. It imports neither torch nor SGLang nor NIXL.
 
 See docs/client.md.
 """
@@ -18,9 +18,11 @@ from inferbus.workers.client.errors import (
 )
 from inferbus.workers.client.jobs import Job
 from inferbus.workers.client.live import LiveStream
+from inferbus.workers.client.message import Message, ToolCall, message
 from inferbus.workers.client.messages import Answer, Chunk, Result
 from inferbus.workers.client.stats import Stats
 from inferbus.workers.client.stream import AnswerStream, text
+from inferbus.workers.client.sync import SyncClient, SyncStream
 
 __all__ = [
     "Answer",
@@ -35,10 +37,15 @@ __all__ = [
     "JobNotFound",
     "JobStream",
     "LiveStream",
+    "Message",
     "Restarted",
     "Result",
     "Stats",
+    "SyncClient",
+    "SyncStream",
     "TimedOut",
+    "ToolCall",
     "WorkerLost",
+    "message",
     "text",
 ]

@@ -7,7 +7,7 @@ in order:
   should be read from where chunks are stored;
 * a newer attempt supersedes an older one from its first chunk on. If it continues the older attempt, the user
   notices nothing. If it starts anew, the part that it has in common with what was delivered is left out; only
-  if it differs (sampling without a seed) does `Restarted` say that everything before is void;
+  if it differs (sampling) does `Restarted` say that everything before is void;
 * a server that was killed forgets its newest deliveries, and gives the same attempt to another worker: the
   first chunk names its worker, and one of another worker supersedes the attempt by the same rule;
 * the final result replaces whatever is still missing, by the same rule.

@@ -176,7 +176,7 @@ class Client:
     def complete(
         self,
         model: str,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
         *,
         job_id: str | None = None,
         deadline: Deadline | None = None,
@@ -184,7 +184,7 @@ class Client:
         traceparent: str | None = None,
         **params: Any,
     ) -> LiveStream[dict[str, Any]]:
-        """Asks for a text completion of a text or of token ids; arguments as for `chat`."""
+        """Asks for a completion of a text, of token ids, or of several of either; arguments as for `chat`."""
         body = {"prompt": prompt if isinstance(prompt, str) else list(prompt), **params}
         return self._live(model, "completions", body, _Options(job_id, deadline, timeout, traceparent))
 

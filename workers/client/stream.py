@@ -20,6 +20,8 @@ from inferbus.workers.client.assembler import Assembler, Event, FinalStatus, Res
 from inferbus.workers.client.deltas import to_answer
 from inferbus.workers.client.flow import Flow
 from inferbus.workers.client.mailbox import Mailbox
+from inferbus.workers.client.message import Message as ChoiceMessage
+from inferbus.workers.client.message import message
 from inferbus.workers.client.messages import Answer, convert
 
 E = TypeVar("E")
@@ -119,6 +121,18 @@ class AnswerStream(abc.ABC, Generic[E]):
         if self.final_status.error is not None:
             raise self.final_status.error
         return self._assembler.whole or to_answer(self._assembler.delivered)
+
+    async def message(self, index: int = 0) -> ChoiceMessage:
+        """Waits for the end and returns what one choice says, with attributes.
+
+        Args:
+            index: The choice.
+
+        Raises:
+            InferbusError: The answer is an error; the class says which.
+            ValueError: It has no such choice.
+        """
+        return message(await self.answer(), index=index)
 
     def __await__(self) -> Generator[Any, None, Answer]:
         return self.answer().__await__()

@@ -11,5 +11,6 @@ def test_the_public_surface_is_what_it_was() -> None:
     assert all(hasattr(client, name) for name in client.__all__)
     assert " ".join(client.__all__) == (
         "Answer AnswerLost AnswerStream Chunk Client ConnectionLost FinalStatus Job JobIdUsed JobNotFound "
-        "JobStream LiveStream Restarted Result Stats TimedOut WorkerLost text"
+        "JobStream LiveStream Message Restarted Result Stats SyncClient SyncStream TimedOut ToolCall "
+        "WorkerLost message text"
     )

@@ -15,7 +15,7 @@ from inferbus.schemas.answers import TokenChunk, Usage
 from inferbus.schemas.errors import InvalidRequest
 from inferbus.schemas.requests import parse
 from inferbus.schemas.sampling import ALIASES, FIELDS
-from inferbus.schemas.subjects import KINDS, Kind
+from inferbus.schemas.subjects import GENERATED, Kind
 
 
 def schema(name: str) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def test_the_module_runs_as_a_program() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", GENERATED)
 def test_every_name_of_a_sampling_parameter_can_be_seen(kind: Kind) -> None:
     found = schema(f"request.{kind}")
     for name in (*FIELDS, *ALIASES):

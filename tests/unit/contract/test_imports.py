@@ -83,15 +83,17 @@ def test_the_public_surface_is_what_it_was() -> None:
 
 
 PUBLIC = (
-    "AnyRequest AttemptsExhausted Bootstrap BusUnavailable CallerError Cancelled Capacity "
-    "ChatRequest CompletionRequest ContextLengthExceeded Continuation DeadlineExceeded Draining "
-    "Ended EngineFailed ErrorAnswer ErrorBody FinishReason InferbusError InfrastructureError "
-    "InternalError InvalidReplySubject InvalidRequest InvalidSubject JobAddress JobClass JobKey Kind "
-    "LeaseLost Load Misdirected ModelNotFound NoWorker NotSupported Overloaded PayloadTooLarge PrefillFailed "
+    "AnyComputed AnyRequest AttemptsExhausted Bootstrap BusUnavailable CallerError Cancelled Capacity "
+    "ChatRequest CompletionRequest ContextLengthExceeded Continuation DeadlineExceeded DetokenizeAnswer "
+    "DetokenizeRequest Draining Embedding EmbeddingsAnswer EmbeddingsRequest Ended EngineFailed "
+    "ErrorAnswer ErrorBody FinishReason InferbusError InfrastructureError InternalError "
+    "InvalidReplySubject InvalidRequest InvalidSubject JobAddress JobClass JobKey Kind LeaseLost Load "
+    "Misdirected ModelNotFound NoWorker NotSupported Overloaded PayloadTooLarge PrefillFailed "
     "PrefillUnavailable PromptTokensDetails Request RequestAddress Retrying Role Sampling Signature "
     "State Status StreamOptions Subjects TextAnswer TextChunk TokenAnswer TokenChoice TokenChunk "
-    "TokenLogprobs TokenRequest TopLogprob TransferFailed UndecodableBody UnsupportedContentType "
-    "Usage WorkerError WorkerInfo WrongKind codec escape handoff headers limits parse read unescape"
+    "TokenLogprobs TokenRequest TokenizeAnswer TokenizeRequest TopLogprob TransferFailed "
+    "UndecodableBody UnsupportedContentType Usage WireRequest WorkerError WorkerInfo WrongKind codec "
+    "escape handoff headers limits parse read unescape"
 )
 
 

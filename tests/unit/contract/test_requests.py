@@ -31,12 +31,12 @@ from inferbus.schemas.requests import (
     read,
 )
 from inferbus.schemas.sampling import ALIASES, FIELDS
-from inferbus.schemas.subjects import KINDS, Kind
+from inferbus.schemas.subjects import GENERATED, GeneratedKind
 
 SECRET = "hunter2-correct-horse"
 USER = {"role": "user", "content": "a"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-BODIES: dict[Kind, dict[str, Any]] = {
+BODIES: dict[GeneratedKind, dict[str, Any]] = {
     "tokens": {"token_ids": [1, 2]},
     "chat": {"messages": [USER]},
     "completions": {"prompt": "a"},
@@ -61,14 +61,14 @@ def completion(prompt: Any = "a", **fields: Any) -> CompletionRequest:
     return request
 
 
-def refused(kind: Kind, fields: dict[str, Any]) -> InvalidRequest:
+def refused(kind: GeneratedKind, fields: dict[str, Any]) -> InvalidRequest:
     with pytest.raises(InvalidRequest) as caught:
         parse(kind, BODIES[kind] | fields)
     return caught.value
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_null_means_the_default_for_every_field(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", GENERATED)
+def test_null_means_the_default_for_every_field(kind: GeneratedKind) -> None:
     names = {*TYPES[kind].__struct_fields__, *FIELDS, *ALIASES} - set(BODIES[kind])
     nested = ("sampling_params", "sampling_options", "stop_conditions", "functions", "no_such_field")
     bare = parse(kind, BODIES[kind])
@@ -91,9 +91,9 @@ def test_a_number_without_a_fraction_is_an_integer(name: str) -> None:
     assert type(value) is int
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", GENERATED)
 @pytest.mark.parametrize("value", [True, "16", 16.5, [], {}])
-def test_what_is_no_integer_is_no_max_tokens(kind: Kind, value: Any) -> None:
+def test_what_is_no_integer_is_no_max_tokens(kind: GeneratedKind, value: Any) -> None:
     error = refused(kind, {"max_tokens": value})
     assert error.param == "max_tokens"
     assert "max_tokens" in error.message
@@ -136,9 +136,9 @@ def test_warnings_are_bounded_in_number_and_length() -> None:
     assert max(map(len, request.warnings)) < 2 * limits.NAME_CHARS
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("other", KINDS)
-def test_a_body_of_another_kind_is_refused(kind: Kind, other: Kind) -> None:
+@pytest.mark.parametrize("kind", GENERATED)
+@pytest.mark.parametrize("other", GENERATED)
+def test_a_body_of_another_kind_is_refused(kind: GeneratedKind, other: GeneratedKind) -> None:
     if kind == other:
         assert parse(kind, BODIES[other]).kind == kind
     else:
@@ -146,8 +146,8 @@ def test_a_body_of_another_kind_is_refused(kind: Kind, other: Kind) -> None:
             parse(kind, BODIES[other])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_body_without_its_essential_field_is_refused(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", GENERATED)
+def test_a_body_without_its_essential_field_is_refused(kind: GeneratedKind) -> None:
     essential = next(iter(BODIES[kind]))
     with pytest.raises(InvalidRequest) as caught:
         parse(kind, {"max_tokens": 1})
@@ -283,8 +283,10 @@ def test_the_ids_of_a_chat_are_its_prompt() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_would_change_the_answer_and_is_served_nowhere_is_refused_by_name(kind: Kind, name: str) -> None:
+@pytest.mark.parametrize("kind", GENERATED)
+def test_what_would_change_the_answer_and_is_served_nowhere_is_refused_by_name(
+    kind: GeneratedKind, name: str
+) -> None:
     for fields, param in (
         ({name: "x"}, name),
         ({"sampling_params": {name: {"a": 1}}}, f"sampling_params.{name}"),
@@ -309,8 +311,8 @@ def test_a_content_part_of_an_unknown_type_is_named() -> None:
     assert error.param == "messages[1].content[1].type"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_model_may_name_an_adapter_of_it(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", GENERATED)
+def test_the_model_may_name_an_adapter_of_it(kind: GeneratedKind) -> None:
     request = parse(kind, BODIES[kind] | {"model": "s3://m:blue"}, model="s3://m")
     assert request.lora_path == "blue"
     both = {"model": "m:blue", "lora_path": "blue"}
@@ -323,8 +325,8 @@ def test_the_model_may_name_an_adapter_of_it(kind: Kind) -> None:
             parse(kind, BODIES[kind] | {"model": name}, model="m")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_priority_and_salts_are_taken_as_they_are(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", GENERATED)
+def test_priority_and_salts_are_taken_as_they_are(kind: GeneratedKind) -> None:
     fields = {"priority": -3, "cache_salt": "a", "extra_key": "b"}
     request = parse(kind, BODIES[kind] | fields)
     assert (request.priority, request.cache_salt, request.extra_key) == (-3, "a", "b")
@@ -373,7 +375,9 @@ def test_best_of_and_response_format_of_completions() -> None:
         ),
     ],
 )
-def test_a_field_of_the_wrong_type_or_range_is_named(kind: Kind, fields: dict[str, Any], param: str) -> None:
+def test_a_field_of_the_wrong_type_or_range_is_named(
+    kind: GeneratedKind, fields: dict[str, Any], param: str
+) -> None:
     error = refused(kind, fields)
     assert error.param == param
     assert param in error.message
@@ -439,7 +443,7 @@ def test_a_body_that_costs_far_more_than_its_size_is_refused(body: bytes, kind: 
     ],
     ids=["a-million-token-ids", "program-text", "chinese-text", "the-most-messages"],
 )
-def test_a_large_honest_body_is_taken(name: Kind, fields: dict[str, object], kind: str) -> None:
+def test_a_large_honest_body_is_taken(name: GeneratedKind, fields: dict[str, object], kind: str) -> None:
     assert read(name, codec.encode(fields, kind), content_type=kind).kind == name
 
 
@@ -535,9 +539,9 @@ def test_a_surrogate_pair_is_one_character() -> None:
     assert request.prompt == "😀"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", GENERATED)
 @pytest.mark.parametrize("content_type", [codec.JSON, codec.MSGPACK])
-def test_both_content_types_say_the_same(kind: Kind, content_type: str) -> None:
+def test_both_content_types_say_the_same(kind: GeneratedKind, content_type: str) -> None:
     fields = BODIES[kind] | {"sampling_params": {"top_p": 0.5, "stop": ["x"]}, "seed": 2**62, "stream": True}
     assert read(kind, codec.encode(fields, content_type), content_type=content_type) == parse(kind, fields)
 
@@ -557,7 +561,7 @@ NAMES = st.sampled_from(
 PARTS = st.dictionaries(NAMES, JSON_VALUES, max_size=6)
 
 
-def survives(kind: Kind, body: bytes, content_type: str) -> AnyRequest | None:
+def survives(kind: GeneratedKind, body: bytes, content_type: str) -> AnyRequest | None:
     """Reads; an error that is not the caller's, or that no answer can carry, fails."""
     refusal: CallerError
     try:
@@ -569,21 +573,21 @@ def survives(kind: Kind, body: bytes, content_type: str) -> AnyRequest | None:
     return None
 
 
-@given(st.sampled_from(KINDS), st.binary(max_size=200), st.sampled_from([codec.JSON, codec.MSGPACK]))
+@given(st.sampled_from(GENERATED), st.binary(max_size=200), st.sampled_from([codec.JSON, codec.MSGPACK]))
 @example("tokens", b"[" * 100_000, codec.JSON)
 @example("tokens", b"\x91" * 100_000, codec.MSGPACK)
 @example("tokens", b"\xd6\xff\xff\xff\xff\xff", codec.MSGPACK)
 @settings(max_examples=500)
 def test_arbitrary_bytes_never_raise_outside_the_error_tree(
-    kind: Kind, body: bytes, content_type: str
+    kind: GeneratedKind, body: bytes, content_type: str
 ) -> None:
     survives(kind, body, content_type)
 
 
-@given(st.sampled_from(KINDS), PARTS, PARTS, st.sampled_from([codec.JSON, codec.MSGPACK]))
+@given(st.sampled_from(GENERATED), PARTS, PARTS, st.sampled_from([codec.JSON, codec.MSGPACK]))
 @settings(max_examples=500)
 def test_arbitrary_fields_never_raise_outside_the_error_tree(
-    kind: Kind, fields: dict[str, Any], nested_fields: dict[str, Any], content_type: str
+    kind: GeneratedKind, fields: dict[str, Any], nested_fields: dict[str, Any], content_type: str
 ) -> None:
     body = BODIES[kind] | {"sampling_params": nested_fields} | fields
     try:
@@ -596,10 +600,10 @@ def test_arbitrary_fields_never_raise_outside_the_error_tree(
             assert not isinstance(value, float) or math.isfinite(value)
 
 
-@given(st.sampled_from(KINDS), NAMES, st.sampled_from([codec.JSON, codec.MSGPACK]))
+@given(st.sampled_from(GENERATED), NAMES, st.sampled_from([codec.JSON, codec.MSGPACK]))
 @settings(max_examples=300)
 def test_neither_errors_nor_warnings_hold_what_the_caller_wrote(
-    kind: Kind, name: str, content_type: str
+    kind: GeneratedKind, name: str, content_type: str
 ) -> None:
     for value in (SECRET, [SECRET], {"k": SECRET}, [{"k": [SECRET]}], [[SECRET]], {"1": SECRET}, [1, SECRET]):
         body = codec.encode(BODIES[kind] | {name: value}, content_type)

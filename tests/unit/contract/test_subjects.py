@@ -126,7 +126,7 @@ def test_the_owner_of_live_requests_is_nobody_elses() -> None:
         "infer.jobs.m.batch.>.chat",
         "infer.jobs.m.batch..chat",
         "infer.jobs.m.slow.o.chat",
-        "infer.jobs.m.batch.o.embeddings",
+        "infer.jobs.m.batch.o.images",
         "infer.jobs.m=2e.batch.o.chat",
         "infer.job.m.batch.o.chat",
         "other.jobs.m.batch.o.chat",
