@@ -79,6 +79,20 @@ def test_a_long_text_of_a_completion_goes_out_in_several_chunks() -> None:
         assert list(chain(*(part["choices"][0]["logprobs"][name] for part in parts))) == logprobs[name]
 
 
+def test_the_tokens_of_a_completion_go_out_once_however_it_is_cut() -> None:
+    """`return_token_ids` puts those of the answer into each chunk, and the prompt's into the first."""
+    choice = {
+        "text": "x" * 9_000,
+        "token_ids": list(range(900)),
+        "prompt_token_ids": list(range(9_000)),
+        "finish_reason": "length",
+    }
+    parts = [part["choices"][0] for part in sent(openai(choice))]
+    assert len(parts) > 1
+    for name in ("token_ids", "prompt_token_ids"):
+        assert list(chain(*(part[name] for part in parts))) == choice[name]
+
+
 def test_long_arguments_of_a_tool_call_go_out_in_several_chunks() -> None:
     call = {"id": "t", "index": 0, "type": "function", "function": {"name": "f", "arguments": "y" * 30_000}}
     parts = sent(openai({"delta": {"tool_calls": [call]}, "finish_reason": "tool_calls"}))

@@ -9,6 +9,9 @@ import msgspec
 from inferbus.schemas.answers import TokenChunk
 
 _TEXTS: Final = ("content", "reasoning_content")
+_TOKENS: Final = ("token_ids", "prompt_token_ids")
+"""Lists of a choice, which readers put together as they do its texts."""
+
 _AT_THE_END: Final = ("finish_reason", "matched_stop", "stop_reason")
 """Fields of a choice that belong to its last chunk."""
 
@@ -73,6 +76,11 @@ def _choice_halves(choice: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
         if calls := delta.get("tool_calls"):
             first["delta"]["tool_calls"], second["delta"]["tool_calls"], cut = _call_halves(calls)
             found |= cut
+    for name in _TOKENS:
+        if isinstance(tokens := choice.get(name), list):
+            middle = len(tokens) // 2
+            first[name], second[name] = tokens[:middle], tokens[middle:]
+            found |= middle > 0
     if isinstance(logprobs := choice.get("logprobs"), dict):
         middle = max((len(value) for value in logprobs.values() if isinstance(value, list)), default=0) // 2
         first["logprobs"] = {k: v[:middle] if isinstance(v, list) else v for k, v in logprobs.items()}

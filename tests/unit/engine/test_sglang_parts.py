@@ -17,8 +17,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ConfigDict
 
-from inferbus.schemas.errors import ContextLengthExceeded, InvalidRequest, TransferFailed
+from inferbus.schemas.errors import ContextLengthExceeded, InvalidRequest, NotSupported, TransferFailed
 from inferbus.schemas.fleet import Bootstrap
 from inferbus.schemas.requests import ChatRequest, TokenRequest, parse
 from inferbus.workers.engine import cpu
@@ -33,7 +34,7 @@ from inferbus.workers.engine.sglang.redaction import (
     unquoted,
     without_secrets,
 )
-from inferbus.workers.engine.sglang.serving import THREADS, Serving
+from inferbus.workers.engine.sglang.serving import THREADS, Serving, _parse
 from inferbus.workers.engine.sglang.startup import collector_paused, installed_version
 from inferbus.workers.engine.tokens import TokensAnswer
 from tests.support.eventually import eventually
@@ -288,6 +289,20 @@ async def test_of_prompts_that_come_at_once_the_first_are_converted_first_and_a_
     go_on.set()
     await asyncio.gather(*converted)
     assert sorted(begun) == sorted(names)
+
+
+def test_a_field_that_this_sglang_does_not_know_is_refused_and_not_dropped() -> None:
+    class Older(BaseModel):
+        prompt: str
+
+    class Open(BaseModel):
+        model_config = ConfigDict(extra="allow")
+
+    with pytest.raises(NotSupported) as caught:
+        _parse(Older, {"prompt": "a", "return_token_ids": True})
+    assert caught.value.param == "return_token_ids"
+    # As the request of SGLang's tokenizer, which hands on what is not its own.
+    assert _parse(Open, {"stream": False}).model_extra == {"stream": False}
 
 
 def test_the_garbage_collector_goes_on_when_sglang_is_loaded_and_when_it_could_not_be() -> None:

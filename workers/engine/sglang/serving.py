@@ -308,7 +308,7 @@ def _parse(kind: Any, fields: dict[str, Any]) -> Any:
     from pydantic import ValidationError
 
     missing = next((name for name in fields if name not in kind.model_fields), None)
-    if missing is not None:  # Pydantic would drop it.
+    if missing is not None and kind.model_config.get("extra") != "allow":  # Pydantic would drop it.
         raise NotSupported(f"{missing} is not supported by this version of SGLang", param=missing)
     try:
         return kind(**fields)
