@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from inferbus.schemas.errors import ContextLengthExceeded
-from inferbus.workers.client import Client
+from inferbus.workers.client import Client, WorkerLost, live
 from inferbus.workers.stack.server import NatsServer
 from tests.support.eventually import eventually
 from tests.support.fleet import MODEL, Fleet, fleet
@@ -42,6 +43,23 @@ async def test_a_request_goes_to_the_worker_whose_context_it_fits(workers: tuple
         await asyncio.gather(*(each.answer() for each in asked))
         assert {each.worker for each in asked} == {large.name}
     assert found.events(small, "request.passed_on")
+
+
+async def test_a_request_whose_second_worker_dies_ends_with_an_error_that_says_so(
+    workers: tuple[Fleet, Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "ASK_AFTER", 0.3)
+    monkeypatch.setattr(live, "ASK_EVERY", 0.2)
+    found, client = workers
+    small = await found.start("both", SMALL, slots=32)
+    large = await found.start("both", LARGE, slots=32)
+    large.send_signal(signal.SIGSTOP)
+    asked = [client.tokens(MODEL, LONG, max_tokens=8) for _ in range(REQUESTS)]
+    await eventually(lambda: bool(found.events(small, "request.passed_on")), within=30)
+    large.kill()
+    for ended in await asyncio.gather(*(each.answer() for each in asked), return_exceptions=True):
+        assert isinstance(ended, WorkerLost)
+        assert ended.retryable
 
 
 @pytest.mark.parametrize("attempts", [1, 5])

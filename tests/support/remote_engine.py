@@ -80,7 +80,7 @@ class RemoteEngine:
                 process_group=0,
             )
 
-    def wait_ready(self, within: float = 400.0) -> None:
+    def wait_ready(self, within: float = 800.0) -> None:
         """Waits until the engine is up."""
         until = time.monotonic() + within
         while not self._reachable():

@@ -56,7 +56,7 @@ class SGLangServer:
                 process_group=0,
             )
 
-    def wait_ready(self, within: float = 400.0) -> None:
+    def wait_ready(self, within: float = 800.0) -> None:
         """Waits until it answers."""
         until = time.monotonic() + within
         while not _answers(self.url):
