@@ -91,6 +91,16 @@ async def test_a_chat_is_answered_whole_and_streamed(client: openai.AsyncOpenAI)
     assert text == PARIS
 
 
+async def test_several_prompts_have_their_choices_one_after_the_other(client: openai.AsyncOpenAI) -> None:
+    prompts = ["One", "Two "]
+    answer = await client.completions.create(model=MODEL, prompt=prompts, n=2, echo=True, max_tokens=100)
+    assert [(choice.index, choice.text) for choice in answer.choices] == [
+        (index, prompts[index // 2] + PARIS) for index in range(4)
+    ]
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (7, 4 * len(PARIS))
+
+
 async def test_the_programs_in_the_documentation_run_as_they_are(url: str, tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text()
     body = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": CHAT}

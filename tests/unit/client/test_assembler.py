@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -171,6 +172,16 @@ def test_the_result_gives_what_is_missing_and_nothing_twice() -> None:
     final_status = assembler.final_status
     assert final_status is not None
     assert final_status.worker == "d1"
+
+
+@pytest.mark.parametrize("heard", [0, 2])
+def test_the_result_says_nothing_of_a_usage_that_the_chunks_were_not_to_report(heard: int) -> None:
+    assembler = Assembler()
+    events = feed(assembler, pieces(1, ["The ", "end"])[:heard])
+    events += assembler.finish(msgspec.structs.replace(result("The end"), usage=False))
+    assert seen(events) == "The end"
+    assert all(event["choices"] for event in events if isinstance(event, dict))
+    assert assembler.delivered.usage == USAGE
 
 
 def test_the_result_of_an_attempt_nobody_heard_replaces_what_was_given() -> None:
