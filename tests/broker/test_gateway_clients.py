@@ -101,6 +101,18 @@ async def test_several_prompts_have_their_choices_one_after_the_other(client: op
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (7, 4 * len(PARIS))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_adapter_in_the_models_name_is_asked_of_the_model(
+    client: openai.AsyncOpenAI, stream: bool
+) -> None:
+    """These workers have none, and say so."""
+    with pytest.raises(openai.UnprocessableEntityError) as told:
+        await client.chat.completions.create(model=f"{MODEL}:blue", messages=HI, stream=stream)
+    assert (told.value.code, told.value.param) == ("not_supported", "lora_path")
+    with pytest.raises(openai.NotFoundError):
+        await client.chat.completions.create(model="other:blue", messages=HI)
+
+
 async def test_the_programs_in_the_documentation_run_as_they_are(url: str, tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text()
     body = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": CHAT}

@@ -239,14 +239,13 @@ async def test_a_seed_that_does_not_fix_the_answer_is_warned_of(engine: RemoteEn
     assert plain.warnings == []
 
 
-async def test_an_adapter_that_is_not_loaded_is_refused(engine: RemoteEngine) -> None:
-    prompt = await engine.prepare(
-        parse("tokens", {"token_ids": [1, 2], "lora_path": "none", "max_tokens": 2})
-    )
-    with pytest.raises(InvalidRequest):
-        async for _ in engine.generate(prompt.leg(0, rid=rid())):
-            pass
-    assert await answers(engine)
+@pytest.mark.parametrize("fields", [{"lora_path": "blue"}, {"model": "tiny:blue"}], ids=str)
+async def test_an_adapter_is_refused_where_there_is_none(
+    engine: RemoteEngine, fields: dict[str, Any]
+) -> None:
+    with pytest.raises(NotSupported) as caught:
+        await engine.prepare(parse("tokens", {"token_ids": [1, 2]} | fields, model="tiny"))
+    assert caught.value.param == "lora_path"
 
 
 async def test_what_a_client_may_send_is_taken(engine: RemoteEngine) -> None:

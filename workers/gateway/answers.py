@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, Final
 
+import msgspec
+
 from inferbus.schemas.errors import InferbusError, ModelNotFound, NotSupported, NoWorker, Overloaded
 from inferbus.workers.client import AnswerStream, Client, LiveStream, Restarted
 from inferbus.workers.client.messages import Answer
@@ -42,6 +44,21 @@ async def chunks(open_stream: Callable[[], AnswerStream[Any]]) -> AsyncGenerator
                 yield bare(event)
             elif begun:
                 raise Restarts("the answer began anew on another worker; fetch it again")
+
+
+async def on_its_model(client: Client, asked: Asked) -> Asked:
+    """A request whose model is `model:adapter`, as one to the model; its body goes on naming the adapter.
+
+    Raises:
+        BusUnavailable: NATS does not say which models are served.
+    """
+    if ":" not in asked.model:
+        return asked
+    served = serving(await client.workers())
+    bases = [model for model in served if asked.model.startswith(f"{model}:")]
+    if asked.model in served or not bases:
+        return asked
+    return msgspec.structs.replace(asked, model=max(bases, key=len))
 
 
 async def live_chunks(client: Client, asked: Asked, job_id: str) -> AsyncGenerator[dict[str, Any]]:

@@ -25,7 +25,7 @@ from inferbus.workers.client.models import unserved
 from inferbus.workers.client.operator import Operator
 from inferbus.workers.config import GatewaySettings
 from inferbus.workers.gateway import batches, jobs
-from inferbus.workers.gateway.answers import chunks, live_answer, live_chunks
+from inferbus.workers.gateway.answers import chunks, live_answer, live_chunks, on_its_model
 from inferbus.workers.gateway.batches import Runner
 from inferbus.workers.gateway.errors import UnknownPath, error_response, http_error, json_response
 from inferbus.workers.gateway.events import AnswerCut, EventStream, unless_left
@@ -114,6 +114,7 @@ class Gateway:
 
     async def _ask(self, kind: Kind, request: Request, client: Client) -> ASGIApp:
         asked = await read_request(request, kind, limit=self._settings.max_body)
+        asked = await on_its_model(client, asked)
         name = idempotency_key(request)
         if asked.background:
             job = await jobs.submit(client, asked, name)

@@ -145,6 +145,7 @@ def _refuse_unsupported(request: AnyRequest) -> None:
         given += [
             name for name in request.__struct_fields__ if name[:7] == "return_" and getattr(request, name)
         ]
+    given += ["lora_path"] * (request.lora_path is not None)
     if given:
         raise NotSupported(f"{given[0]} is not supported by a scripted engine", param=given[0])
 
