@@ -328,6 +328,11 @@ def test_a_log_message_of_sglang_that_quotes_a_grammar_is_left_out(message: str)
     assert "grammar" in record.getMessage()
 
 
+def test_a_message_of_the_grammar_compiler_names_no_place_in_its_source() -> None:
+    told = "Failed to compile json grammar: [20:02:44] /project/cpp/json_schema.cc:4175: Type should be"
+    assert unquoted(told) == "Failed to compile json grammar: Type should be"
+
+
 def test_other_log_messages_of_sglang_stay_as_they_are() -> None:
     record = redacted_record("sglang", 40, "file", 1, "load took %d s", (5,), None)
     assert record.getMessage() == "load took 5 s"
