@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.bus.jetstream.models import covers
 from inferbus.workers.bus.jetstream.provision import ensure_consumer, provision
 from inferbus.workers.bus.jetstream.shares import ResultShares
+from inferbus.workers.bus.queue import job_queue as job_queue_module
 from inferbus.workers.bus.queue.consumers import job_consumers, job_queue
+from inferbus.workers.bus.queue.job_queue import JobQueue
 from inferbus.workers.config import MIB, BusSettings, StreamSettings, WorkerSettings
 from inferbus.workers.stack.server import NatsServer
 from tests.broker.conftest import Connect
@@ -189,18 +192,54 @@ async def test_an_owners_open_jobs_are_bounded_by_default(streams: Bus) -> None:
     assert (jobs["max_msgs_per_subject"], jobs["discard_new_per_subject"]) == (10_000, True)
 
 
+def accepted(bus: Bus, model: str) -> Callable[[], Awaitable[bool]]:
+    """Whether a job of a model is stored."""
+
+    async def stored() -> bool:
+        try:
+            await JetStream(bus).store(bus.subjects.job(model, "batch", "o", "chat"), b"{}")
+        except NoResponders:
+            return False
+        return True
+
+    return stored
+
+
+async def test_a_model_whose_jobs_the_stream_no_longer_takes_is_served_again(
+    streams: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_queue_module, "FOLLOW_INTERVAL", 0.2)
+    queue = await job_queue(streams, "m", WorkerSettings())
+    taking = asyncio.ensure_future(queue.take())
+    before = await config(streams, layout.JOBS)
+    await JetStream(streams).call(
+        f"STREAM.UPDATE.{layout.JOBS}", before | {"subjects": [layout.no_jobs(streams.subjects)]}
+    )
+    await eventually(accepted(streams, "m"), within=30)
+    assert (await taking).message.data == b"{}"
+    await queue.stop()
+
+
 async def test_workers_of_many_models_that_start_at_once_are_all_served(connect: Connect) -> None:
     buses = [await connect() for _ in range(6)]
 
     async def start(bus: Bus, model: str) -> None:
         await provision(bus, StreamSettings())
-        await job_consumers(bus, model, ["batch"], ack_wait=30)
+        queue = await job_queue(bus, model, WorkerSettings())
+        with pytest.raises(TimeoutError):
+            # Its subjects may be lost to a slower worker for a while, until the queue looks after them.
+            async with asyncio.timeout(0.5):
+                await queue.take()
+        queues.append(queue)
 
+    queues: list[JobQueue] = []
     async with asyncio.TaskGroup() as group:
         for number, bus in enumerate(buses):
             group.create_task(start(bus, f"m{number}"))
     for number in range(len(buses)):
-        await JetStream(buses[0]).store(f"infer.jobs.m{number}.batch.o.chat", b"{}")
+        await eventually(accepted(buses[0], f"m{number}"), within=30)
+    for queue in queues:
+        await queue.stop()
     assert "infer.jobs" not in (await config(buses[0], layout.JOBS))["subjects"]
 
 

@@ -87,7 +87,7 @@ def test_the_pair_announces_what_pairing_needs(prefill: RemoteEngine, decode: Re
     assert prefill.info.bootstrap.host == "127.0.0.1"
     assert decode.info.bootstrap is None
     assert prefill.info.kinds == ()
-    assert set(decode.info.kinds) == {"tokens", "chat", "completions"}
+    assert set(decode.info.kinds) == {"tokens", "chat", "completions", "tokenize", "detokenize"}
 
 
 async def test_each_engine_of_the_pair_answers_for_its_own_health(

@@ -301,6 +301,8 @@ def test_a_field_that_this_sglang_does_not_know_is_refused_and_not_dropped() -> 
     with pytest.raises(NotSupported) as caught:
         _parse(Older, {"prompt": "a", "return_token_ids": True})
     assert caught.value.param == "return_token_ids"
+    # SGLang's chats have no such field: it becomes `reasoning_effort`.
+    assert _parse(Older, {"prompt": "a", "reasoning": {"effort": "low"}}).prompt == "a"
     # As the request of SGLang's tokenizer, which hands on what is not its own.
     assert _parse(Open, {"stream": False}).model_extra == {"stream": False}
 

@@ -72,9 +72,18 @@ async def job_queue(bus: Bus, model: str, settings: WorkerSettings) -> JobQueue:
     async def recreate() -> None:
         await job_consumers(bus, model, names, ack_wait=settings.ack_wait)
 
+    async def capture() -> None:
+        await capture_jobs(bus, model)
+
     consumers = await job_consumers(bus, model, names, ack_wait=settings.ack_wait)
     classes = [
         PriorityClass(job_class=name, weight=settings.classes[name], stream=each.stream, durable=each.name)
         for name, each in zip(names, consumers, strict=True)
     ]
-    return JobQueue(bus, classes, ack_wait=min(each.ack_wait for each in consumers), recreate=recreate)
+    return JobQueue(
+        bus,
+        classes,
+        ack_wait=min(each.ack_wait for each in consumers),
+        recreate=recreate,
+        capture=capture,
+    )

@@ -57,7 +57,7 @@ IDLE_HEARTBEAT: Final = "100"
 _PROBE: Final = "probe"
 
 FOLLOW_INTERVAL: Final = 5.0
-"""Seconds between two looks at the consumers' ack wait, which an operator may change."""
+"""Seconds between two looks at what others may change: the consumers' ack wait, the stream's subjects."""
 
 HOLD_BACK: Final = 0.3
 """Seconds for which jobs may be on their way to a subscription that is not needed any more."""
@@ -79,6 +79,7 @@ class JobQueue:
         classes: The classes.
         ack_wait: Of their consumers, in seconds; the shortest where they differ.
         recreate: Makes the consumers again, after somebody deleted one.
+        capture: Has the stream of jobs capture the model's jobs, where it does not.
         clock: Monotonic seconds.
 
     Attributes:
@@ -92,12 +93,14 @@ class JobQueue:
         *,
         ack_wait: float,
         recreate: Callable[[], Awaitable[None]],
+        capture: Callable[[], Awaitable[None]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bus = bus
         self._classes = {each.job_class: each for each in classes}
         self._by_consumer = {(each.stream, each.durable): each for each in classes}
         self._recreate = recreate
+        self._capture = capture
         self._clock = clock
         self._fair = Fair({each.job_class: each.weight for each in classes})
         self._pulls = PullRequests(bus, clock)
@@ -261,16 +264,22 @@ class JobQueue:
                 await probes.unsubscribe()
 
     async def _follow(self) -> None:
-        """Has heartbeats follow the consumers' ack wait: looks now and then, and when a job comes again."""
+        """Looks after what others may change: now and then, and when a job comes again.
+
+        Heartbeats follow the consumers' ack wait. And a worker of another model, or an operator, may have put
+        back the stream's subjects as they were before this model's were among them: the server updates a
+        stream as a whole, without a condition.
+        """
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FOLLOW_INTERVAL * random.uniform(0.75, 1.25)):  # noqa: S311
                     await self._look.wait()
             self._look.clear()
             try:
+                await self._capture()
                 infos = [await self._info(each) for each in self._classes.values()]
             except BusUnavailable as error:
-                log.debug("jobs.ack_wait_unknown", reason=error.message)
+                log.debug("jobs.not_looked_after", reason=error.message)
             else:
                 self.heartbeats.follow(min(seconds(each["config"]["ack_wait"]) for each in infos))
 

@@ -83,6 +83,9 @@ _COMPLETION_FIELDS: Final = (
 _MUTATED: Final = frozenset({"tools", "response_format", "chat_template_kwargs"})
 """Fields that SGLang changes in place."""
 
+_MOVED: Final = frozenset({"reasoning"})
+"""Fields that SGLang's types do not name, and move into others before they look."""
+
 
 class PassThrough:
     """Stands in for the tokenizer manager in SGLang's formatters.
@@ -307,7 +310,7 @@ def _model_type(request: ChatRequest | CompletionRequest) -> Any:
 def _parse(kind: Any, fields: dict[str, Any]) -> Any:
     from pydantic import ValidationError
 
-    missing = next((name for name in fields if name not in kind.model_fields), None)
+    missing = next((name for name in fields if name not in kind.model_fields and name not in _MOVED), None)
     if missing is not None and kind.model_config.get("extra") != "allow":  # Pydantic would drop it.
         raise NotSupported(f"{missing} is not supported by this version of SGLang", param=missing)
     try:
