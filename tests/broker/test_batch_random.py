@@ -130,6 +130,6 @@ async def test_whatever_is_killed_every_line_is_answered_once(tmp_path: Path, se
         for each in read(chaos.output):
             number = int(each["custom_id"].removeprefix("line-"))
             assert each["response"]["body"]["choices"][0]["token_ids"] == [number + 1, number + 2]
-        # A server that is killed may bring jobs back that have ended: they are answered after the end. Of a job
-        # that is purged while its worker dies the count of attempts stays. Both expire.
+        # A server that is killed may bring jobs back that have ended: they are answered after the end. A job
+        # that is purged while its worker dies leaves the count of its attempts. Both expire.
         assert chaos.forgotten or await left_behind(client) == []
