@@ -4,8 +4,8 @@
 
 The lines of a file take turns between prompts' beginnings that have no room in the KV cache all together, as
 questions about many documents do. The same worker, a real engine, answers such a file in its own order
-(`--no-reorder`), and then another one, with other beginnings, as `inferbus batch run` does by itself. Without
-MODEL it is the tiny one, on the CPU.
+(`--no-reorder`), and others, with other beginnings, as `inferbus batch run` does by itself; then both once
+more. Without MODEL it is the tiny one, on the CPU.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def write(path: Path, salt: str, prefixes: int, lines: int) -> Path:
 
 
 async def measure(draft: Draft, model: str, flags: Sequence[str], prefixes: int, lines: int) -> None:
-    """Both orders, one after the other, on one engine."""
+    """Both orders in turn, on one engine."""
     place = placement(shared=True)
     env = {**place.env, **(ONE_THREAD if place.where == "the CPU" else {})}
     stack = LocalStack(
@@ -85,11 +85,10 @@ async def measure(draft: Draft, model: str, flags: Sequence[str], prefixes: int,
     draft.say(f"starting a worker on {place.where}")
     with tempfile.TemporaryDirectory(prefix="inferbus-bench-") as folder:
         async with stack, Client.connect(stack.url) as client:
-            for order in ("warm", "as read", "grouped"):
+            for number, order in enumerate(("warm", "as read", "grouped", "grouped", "as read")):
                 count = prefixes if order == "warm" else lines
-                source = await asyncio.to_thread(
-                    write, Path(folder, f"{order}.jsonl"), order, prefixes, count
-                )
+                path = Path(folder, f"{number}.jsonl")
+                source = await asyncio.to_thread(write, path, str(number), prefixes, count)
                 began = time.perf_counter()
                 options = Options(reorder=order == "grouped")
                 record = await run(client, await begin(client, source, options))
