@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from inferbus.schemas.headers import Status
-from inferbus.schemas.subjects import CLASSES, KINDS, JobClass, Kind
+from inferbus.schemas.subjects import CLASSES, GENERATED, JobClass, Kind
 from inferbus.workers.engine.scripted import Fault, Rule, Script
 
 MODEL: Final = "scripted"
@@ -181,7 +181,7 @@ class Orders:
             owner=draw.choice(OWNERS),
             name=name,
             user=draw.choice(_users(name)),
-            kind=draw.choice(KINDS),
+            kind=draw.choice(GENERATED),
             job_class=draw.choice(CLASSES),
             letter=draw.choice(ALPHABET),
             tokens=draw.randint(*part.tokens),
