@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from inferbus.schemas import codec, handoff, headers, requests
+from inferbus.schemas import codec, handoff, headers, kinds, requests
 from inferbus.schemas.answers import TokenAnswer, TokenChunk
 from inferbus.schemas.errors import InferbusError
 from inferbus.schemas.fleet import Capacity, Load, Signature, WorkerInfo
@@ -55,6 +55,16 @@ REQUESTS: Final[dict[Kind, list[dict[str, Any]]]] = {
         {"prompt": "hi", "temperature": 0.5, "top_p": 1, "logprobs": 1},
         {"prompt": [[1, 2, 3]], "stop": "x", "user": "u", "priority": 1},
     ],
+    "embeddings": [
+        {"input": "hi", "encoding_format": "base64", "dimensions": 4, "priority": 1},
+        {"input": [[1, 2], [3]], "user": "u"},
+        {"input": ["a", "b"]},
+    ],
+    "tokenize": [
+        {"prompt": ["a", "b"], "add_special_tokens": False},
+        {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": True, "tools": []},
+    ],
+    "detokenize": [{"tokens": [1, 2], "skip_special_tokens": False}, {"tokens": [[1], [2, 3]]}],
 }
 USAGE: Final = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
 ERROR: Final = {"code": "overloaded", "message": "full", "retryable": True}
@@ -75,6 +85,16 @@ CAPACITY: Final = Capacity(
     context_length=9, kv_tokens=9, page_size=1, max_running=1, max_prefill_tokens=9, vocabulary=9
 )
 ANSWERS: Final = [
+    {
+        "job": "j",
+        "attempt": 1,
+        "object": "list",
+        "model": "m",
+        "data": [{"object": "embedding", "index": 0, "embedding": [0.5]}],
+        "usage": USAGE,
+    },
+    {"job": "j", "attempt": 1, "tokens": [1], "count": 1, "max_model_len": 9},
+    {"job": "j", "attempt": 1, "text": "a"},
     {
         "job": "j",
         "attempt": 1,
@@ -214,9 +234,7 @@ def _stored(make: Mutator, body: bytes = b"", subject: str = "infer.stream.acme.
 
 def _request(kind: Kind, content_type: str) -> Target:
     def read(make: Mutator) -> object:
-        return requests.read(
-            kind, make.body(REQUESTS[kind], content_type), content_type=content_type, model="m"
-        )
+        return kinds.read(kind, make.body(REQUESTS[kind], content_type), content_type=content_type, model="m")
 
     return read
 
