@@ -107,6 +107,23 @@ async def test_a_text_is_continued(run: Run) -> None:
     assert (await run("complete", "Where"))[:2] == (0, f"{PARIS}\n")
 
 
+async def test_a_text_becomes_tokens_and_tokens_a_text(run: Run) -> None:
+    assert await run("tokenize", "hi") == (0, "104 105\n", "")
+    assert await run("detokenize", "scripted", "104, 105") == (0, "hi\n", "")
+    code, out, _ = await run("tokenize", "-", "--json", "--timeout", "20", stdin="hi")
+    assert (code, json.loads(out)["tokens"]) == (0, [104, 105])
+    code, _, err = await run("tokenize", "hi", "--param", "made_up=1")
+    assert code == 0
+    assert err.startswith("warning: unknown field")
+
+
+async def test_a_model_that_generates_says_what_embeddings_need(run: Run) -> None:
+    code, out, err = await run("embeddings", "hi")
+    assert code != 0
+    assert not out
+    assert "--is-embedding" in err
+
+
 async def test_tokens_go_in_and_tokens_come_out(run: Run) -> None:
     for ids in ("1,2,3", "1 2 3", "[1, 2, 3]"):
         code, out, _ = await run("tokens", ids, "--max-tokens", "3")

@@ -24,6 +24,7 @@ from inferbus.schemas.errors import (
     NotSupported,
     WrongKind,
 )
+from inferbus.workers.cli import main
 from inferbus.workers.client import Client
 from inferbus.workers.stack.server import NatsServer
 from tests.support.eventually import eventually
@@ -104,6 +105,14 @@ async def test_texts_and_token_ids_become_vectors_in_the_order_of_the_inputs(cli
     assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (5, 5)
     assert vectors(await client.embeddings(MODEL, [[0, 0], [0, 1], [3]])) == vectors(answer)
     assert vectors(await client.embeddings(MODEL, [3])) == [[0.0, 0.0, 0.0, 1.0]]
+
+
+async def test_the_command_prints_the_vector_of_a_text(
+    workers: Fleet, server: NatsServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INFERBUS_NATS_URL", server.url)
+    assert await asyncio.to_thread(main, ("embeddings", MODEL, "\x03")) == 0
+    assert json.loads(capsys.readouterr().out)["data"][0]["embedding"] == [0.0, 0.0, 0.0, 1.0]
 
 
 async def test_vectors_come_as_base64_and_as_messagepack_too(client: Client, server: NatsServer) -> None:
