@@ -419,12 +419,14 @@ class Submitter:
         """The line as it is sent: it names the batch's model or none, and OpenAI's default is its own."""
         model, kind = self.record.model, self.record.kind
         change: dict[str, Any] = {} if line.model in (None, model) else {"model": model}
-        if kind == "completions" and not bounds_tokens(msgspec.json.decode(line.body)):
+        if kind != "completions" and not change:
+            return line
+        fields = msgspec.json.decode(line.body)
+        if kind == "completions" and not bounds_tokens(fields):
             change["max_tokens"] = COMPLETION_TOKENS
         if not change:
             return line
-        fields = msgspec.json.decode(line.body) | change
-        return msgspec.structs.replace(line, body=msgspec.Raw(msgspec.json.encode(fields)))
+        return msgspec.structs.replace(line, body=msgspec.Raw(msgspec.json.encode(fields | change)))
 
     def _refused(self, name: str, job: Open, error: PayloadTooLarge) -> None:
         """A job is too large for the server: its lines are sent alone, or a line fails."""
