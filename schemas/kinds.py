@@ -19,6 +19,18 @@ ESSENTIAL: Final[dict[Kind, str]] = {
 """The field without which a body of a kind is none; `tokenize` takes `messages` as well."""
 
 
+@overload
+def read(
+    kind: GeneratedKind, body: bytes, *, content_type: str = codec.JSON, model: str | None = None
+) -> AnyRequest: ...
+@overload
+def read(
+    kind: ComputedKind, body: bytes, *, content_type: str = codec.JSON, model: str | None = None
+) -> AnyComputed: ...
+@overload
+def read(
+    kind: Kind, body: bytes, *, content_type: str = codec.JSON, model: str | None = None
+) -> WireRequest: ...
 def read(kind: Kind, body: bytes, *, content_type: str = codec.JSON, model: str | None = None) -> WireRequest:
     """The request in a body, checked as far as that goes without a model.
 

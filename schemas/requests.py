@@ -268,26 +268,8 @@ MEDIA: Final = frozenset(
 _INSTEAD_OF_CONTENT: Final = ("tool_calls", "reasoning_content", "function_call", "refusal")
 
 
-def read(kind: Kind, body: bytes, *, content_type: str = codec.JSON, model: str | None = None) -> AnyRequest:
-    """The request in a body, checked as far as that goes without a model.
-
-    Args:
-        kind: The subject's.
-        body: As received.
-        content_type: `codec.JSON` or `codec.MSGPACK`.
-        model: The subject's; a body that names another is refused.
-
-    Raises:
-        UndecodableBody: Not of that content type, or no object.
-        WrongKind: A body of another kind.
-        ModelNotFound: Of another model.
-        InvalidRequest: A field is missing, of the wrong type, out of range or too large.
-    """
-    return parse(kind, codec.decode_object(body, content_type), model=model)
-
-
 def parse(kind: Kind, fields: dict[str, Any], *, model: str | None = None) -> AnyRequest:
-    """`read`, of a body that is decoded already; of the kinds that generate."""
+    """The request in a decoded body; see `inferbus.schemas.kinds.parse`."""
     _check_kind(kind, fields)
     warnings: list[str] = []
     own: dict[str, Any] = {}

@@ -19,6 +19,7 @@ from inferbus.schemas.errors import (
     UndecodableBody,
     WrongKind,
 )
+from inferbus.schemas.kinds import parse, read
 from inferbus.schemas.requests import (
     REFUSED,
     TYPES,
@@ -27,8 +28,6 @@ from inferbus.schemas.requests import (
     ChatRequest,
     CompletionRequest,
     TokenRequest,
-    parse,
-    read,
 )
 from inferbus.schemas.sampling import ALIASES, FIELDS
 from inferbus.schemas.subjects import GENERATED, GeneratedKind

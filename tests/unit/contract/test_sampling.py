@@ -9,7 +9,7 @@ import pytest
 
 from inferbus.schemas import codec, limits
 from inferbus.schemas.errors import InvalidRequest
-from inferbus.schemas.requests import parse, read
+from inferbus.schemas.kinds import parse, read
 from inferbus.schemas.sampling import ALIASES, FIELDS, Sampling
 
 
