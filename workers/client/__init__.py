@@ -6,6 +6,7 @@ See docs/client.md.
 from __future__ import annotations
 
 from inferbus.workers.client.assembler import FinalStatus, Restarted
+from inferbus.workers.client.choice import Message, ToolCall, message
 from inferbus.workers.client.client import Client
 from inferbus.workers.client.durable import JobStream
 from inferbus.workers.client.errors import (
@@ -18,7 +19,6 @@ from inferbus.workers.client.errors import (
 )
 from inferbus.workers.client.jobs import Job
 from inferbus.workers.client.live import LiveStream
-from inferbus.workers.client.message import Message, ToolCall, message
 from inferbus.workers.client.messages import Answer, Chunk, Result
 from inferbus.workers.client.stats import Stats
 from inferbus.workers.client.stream import AnswerStream, text

@@ -17,11 +17,11 @@ from inferbus.schemas.errors import BusUnavailable, Cancelled, InferbusError
 from inferbus.schemas.headers import Status
 from inferbus.workers.bus.connection.message import Message
 from inferbus.workers.client.assembler import Assembler, Event, FinalStatus, Restarted
+from inferbus.workers.client.choice import Message as ChoiceMessage
+from inferbus.workers.client.choice import message
 from inferbus.workers.client.deltas import to_answer
 from inferbus.workers.client.flow import Flow
 from inferbus.workers.client.mailbox import Mailbox
-from inferbus.workers.client.message import Message as ChoiceMessage
-from inferbus.workers.client.message import message
 from inferbus.workers.client.messages import Answer, convert
 
 E = TypeVar("E")

@@ -19,9 +19,9 @@ from inferbus.schemas.answers import DetokenizeAnswer, EmbeddingsAnswer, TokenCh
 from inferbus.schemas.fleet import WorkerInfo
 from inferbus.schemas.headers import Status
 from inferbus.schemas.subjects import Kind
+from inferbus.workers.client.choice import Message
 from inferbus.workers.client.client import Client
 from inferbus.workers.client.jobs import Job
-from inferbus.workers.client.message import Message
 from inferbus.workers.client.messages import Answer, Result
 from inferbus.workers.client.stream import AnswerStream
 
