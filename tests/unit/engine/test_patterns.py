@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Iterator
-from re import _parser  # type: ignore[attr-defined]
 from typing import Any
 
 import pytest
@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from inferbus.workers.engine.sglang import patterns
 from inferbus.workers.engine.sglang.patterns import PatternRefused, cost
+
+_parser: Any = importlib.import_module("re._parser")
 
 TAKEN = {
     r"\n\n": 2,

@@ -18,13 +18,17 @@ nothing.
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from re import _constants as sre  # type: ignore[attr-defined]
-from re import _parser  # type: ignore[attr-defined]
 from typing import Any, Final, NamedTuple
+
+# The type checker's stubs leave these modules out, and whether it accepts a plain import of them depends on
+# what its cache holds: imported by name, they are untyped in every run.
+sre: Any = importlib.import_module("re._constants")
+_parser: Any = importlib.import_module("re._parser")
 
 POSITIONS: Final = 256
 """Most positions of a grammar's pattern: characters and classes, counted repeats written out."""
