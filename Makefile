@@ -6,8 +6,8 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 BIN := .venv/bin
-# Options for pytest: make test PYTEST_ARGS="-k handoff". Coverage is measured, and has to be enough, without them:
-# a part of the suite says nothing about it.
+# Options for pytest: make test PYTEST_ARGS="-k handoff". Without them the suite runs in two lanes (tests/support/lanes.py),
+# and coverage is measured, and has to be enough: a part of the suite says nothing about it.
 PYTEST_ARGS ?=
 
 .PHONY: help
@@ -33,7 +33,7 @@ up: env ## the same stack in the foreground, until Ctrl-C
 
 .PHONY: test
 test: dev lint types ## all checks, the whole test suite and its coverage
-	$(BIN)/pytest $(or $(PYTEST_ARGS),--cov)
+	$(BIN)/pytest $(or $(PYTEST_ARGS),--cov -n 2 --no-loadscope-reorder)
 
 .PHONY: lint
 lint: dev ## formatting and lint rules, of the code and of what deploys it

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from inferbus.workers.stack import models
-from tests.support.engines import stop
+from tests.support.engines import start, start_server, stop
 from tests.support.remote_engine import RemoteEngine
 from tests.support.sglang_server import SGLangServer
 
@@ -31,8 +31,11 @@ def model() -> str:
 
 
 @pytest.fixture(scope="package")
-def fleet(engines: dict[str, RemoteEngine]) -> Iterator[dict[str, RemoteEngine]]:
+def fleet(
+    engines: dict[str, RemoteEngine], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, RemoteEngine]]:
     """The engines, ready; they end with the last test of this folder."""
+    engines = engines or start(tmp_path_factory.mktemp("engines"))
     try:
         for engine in engines.values():
             engine.wait_ready()
@@ -42,8 +45,11 @@ def fleet(engines: dict[str, RemoteEngine]) -> Iterator[dict[str, RemoteEngine]]
 
 
 @pytest.fixture(scope="package")
-def sglang_server(starting_server: SGLangServer) -> Iterator[SGLangServer]:
+def sglang_server(
+    starting_server: SGLangServer | None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SGLangServer]:
     """SGLang's own server, ready; it ends with the last test of this folder."""
+    starting_server = starting_server or start_server(tmp_path_factory.mktemp("sglang"))
     try:
         starting_server.wait_ready()
         yield starting_server
