@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from inferbus.schemas import codec, limits, requests
-from inferbus.schemas.errors import InvalidRequest, ModelNotFound, NotSupported, WrongKind
+from inferbus.schemas.errors import InvalidRequest, NotSupported, WrongKind
 from inferbus.schemas.requests import ChatRequest
 from inferbus.schemas.sampling import INT64, TokenId, integral
 from inferbus.schemas.subjects import ComputedKind, Kind
@@ -25,7 +25,7 @@ class ComputedRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
     """What these kinds share.
 
     Attributes:
-        model: Must be the subject's model where it is given.
+        model: Must be the subject's model where it is given, or name an adapter of it: `model:adapter`.
         stream: Not true: the answer comes in one piece.
         user: Passed over.
         warnings: What was ignored; sent with the answer.
@@ -199,8 +199,12 @@ def parse(kind: ComputedKind, fields: dict[str, Any], *, model: str | None = Non
     else:
         unknown = [f"unknown field {codec.bounded(name)!r} ignored" for name in rest]
         request.warnings = requests.bounded(unknown)
-    if model is not None and request.model not in (None, model):
-        raise ModelNotFound("the body names another model than the subject", param="model")
+    if model is not None:
+        own_adapter = request.lora_path if isinstance(request, EmbeddingsRequest) else None
+        adapter = requests.chosen_adapter(request.model, model, own_adapter)
+        if isinstance(request, EmbeddingsRequest):
+            # The tokenizer is the model's, whatever the adapter.
+            request.lora_path = adapter
     request.check()
     return request
 

@@ -297,7 +297,7 @@ def parse(kind: Kind, fields: dict[str, Any], *, model: str | None = None) -> An
     request.sampling = sampling
     request.warnings = bounded(warnings)
     if model is not None:
-        _check_model(request, model)
+        request.lora_path = chosen_adapter(request.model, model, request.lora_path)
     request.check()
     return request
 
@@ -337,17 +337,26 @@ def _refuse(path: str, value: Any) -> None:
         raise NotSupported(f"{path} is not supported", param=path)
 
 
-def _check_model(request: AnyRequest, model: str) -> None:
-    """Checks the body's model against the subject's; it may name an adapter, as SGLang's server takes it."""
-    named = request.model
+def chosen_adapter(named: str | None, model: str, lora_path: str | None) -> str | None:
+    """The adapter that a request is for: the body's model may name it, as SGLang's server takes it.
+
+    Args:
+        named: The body's model.
+        model: The subject's.
+        lora_path: The body's field.
+
+    Raises:
+        ModelNotFound: The body names another model.
+        InvalidRequest: It names two adapters.
+    """
     if named is None or named == model:
-        return
+        return lora_path
     adapter = named.removeprefix(f"{model}:")
     if adapter in ("", named):
         raise ModelNotFound("the body names another model than the subject", param="model")
-    if request.lora_path not in (None, adapter):
+    if lora_path not in (None, adapter):
         raise InvalidRequest("lora_path and the adapter in model disagree", param="lora_path")
-    request.lora_path = adapter
+    return adapter
 
 
 def _one_prompt(prompt: Any) -> Any:

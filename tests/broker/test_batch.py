@@ -69,6 +69,18 @@ async def test_a_completion_has_openais_16_tokens_unless_it_says_otherwise(
     assert [each["response"]["body"]["usage"]["completion_tokens"] for each in lines] == [16, 16, 30, 5, 16]
 
 
+async def test_a_line_with_an_adapter_goes_to_its_model_and_keeps_it(workers: Fleet, client: Client) -> None:
+    """This engine has none, and says so; with `model`, only another model's name is replaced."""
+    await workers.start(slots=8)
+    rows = [{"model": name, "token_ids": [1], "max_tokens": 1} for name in ("scripted:blue", "scripted")]
+    for model in (None, "scripted"):
+        first, second = [
+            each async for each in client.batch(rows, kind="tokens", model=model, ordered=True, reorder=False)
+        ]
+        assert first["response"]["body"]["error"]["param"] == "lora_path"
+        assert second["response"]["status_code"] == 200
+
+
 async def test_rows_of_a_program_are_answered_with_and_without_a_loop(
     workers: Fleet, client: Client, server: NatsServer
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Final
 import msgspec
 
 from inferbus.schemas.subjects import Kind
+from inferbus.workers.client.models import of_its_model
 
 KINDS: Final[dict[str, Kind]] = {
     "/v1/chat/completions": "chat",
@@ -140,11 +141,13 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
         kind: Of the requests.
         model: The served model.
         any_model: The model is given, whatever the lines name.
+        served: The models that have workers. A first line that names `model:adapter` means one of them.
     """
 
     kind: Kind | None = None
     model: str | None = None
     any_model: bool = False
+    served: tuple[str, ...] = ()
 
     def check(self, line: Line) -> Expected:
         """What is expected of the lines after this one.
@@ -157,11 +160,18 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
         model = self.model if self.any_model or line.model is None else line.model
         if model is None:
             raise _differs("missing_model", "neither the line nor --model names a model", line, "body.model")
-        if self.model not in (None, model):
+        if self.model not in (None, model) and not names_adapter(model, self.model):
             raise _differs("model_mismatch", "all lines of a batch have one model", line, "body.model")
         if self.kind is not None and self.model is not None:
             return self
-        return Expected(kind=line.kind, model=model, any_model=self.any_model)
+        if self.model is None:
+            model = of_its_model(model, self.served)
+        return Expected(kind=line.kind, model=self.model or model, any_model=self.any_model)
+
+
+def names_adapter(name: str | None, model: str | None) -> bool:
+    """Whether a line's model is an adapter of the batch's: `model:adapter`."""
+    return None not in (name, model) and str(name).startswith(f"{model}:")
 
 
 def _differs(code: str, message: str, line: Line, param: str) -> Unusable:

@@ -60,6 +60,7 @@ class Rows:
         deadline: float | None,
         skip_invalid: bool,
         ordered: bool,
+        reorder: bool,
     ) -> None:
         self._client = client
         self._rows = rows
@@ -70,6 +71,7 @@ class Rows:
         self._deadline = deadline
         self._skip_invalid = skip_invalid
         self._ordered = ordered
+        self._reorder = reorder
 
     async def lines(self) -> AsyncIterator[dict[str, Any]]:
         """Runs the batch, and yields its lines."""
@@ -83,6 +85,7 @@ class Rows:
                 deadline=self._deadline,
                 skip_invalid=self._skip_invalid,
                 ordered=self._ordered,
+                reorder=self._reorder,
                 template=self._template if isinstance(self._rows, str | Path) else None,
             )
             begun = await begin(self._client, source, options)

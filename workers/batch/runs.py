@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from inferbus.schemas.errors import BusUnavailable
 from inferbus.schemas.subjects import Kind
 from inferbus.workers.batch.copies import Copy, restore
 from inferbus.workers.batch.counts import Counts
@@ -215,7 +216,8 @@ async def admit(client: Client, kept: Kept, output: Path) -> Begun | None:
     _, output, errors = _paths(output, Options(output=output))
     record.output, record.errors = str(output), str(errors)
     source = await _fetched(client, record)
-    validation = await _validated(source, Expected(kind=record.kind), None)
+    expected = Expected(kind=record.kind, served=await _served(client))
+    validation = await _validated(source, expected, None)
     record.source = _source(source, validation, None)
     if validation.problems or validation.expected.model is None:
         await fail(client, kept, validation.problems[:SHOWN])
@@ -253,7 +255,11 @@ async def run(
 async def _new(
     client: Client, batches: Batches, source: Path, output: Path, errors: Path, options: Options
 ) -> Begun:
-    expected = Expected(model=options.model, any_model=options.model is not None)
+    expected = Expected(
+        model=options.model,
+        any_model=options.model is not None,
+        served=await _served(client),
+    )
     validation = await _validated(source, expected, options.template)
     kind, model = validation.expected.kind, validation.expected.model
     if validation.problems and (not options.skip_invalid or kind is None or model is None):
@@ -335,6 +341,14 @@ async def _forgotten(batches: Batches, found: Kept) -> Kept | None:
         return found
     await batches.remove(found.record)
     return None
+
+
+async def _served(client: Client) -> tuple[str, ...]:
+    """The models that have workers, as far as that is known: a batch may begin before its first worker."""
+    try:
+        return tuple(await client.models())
+    except BusUnavailable:
+        return ()
 
 
 async def _validated(

@@ -34,7 +34,7 @@ from inferbus.workers.batch.bundling import Backlog, Pace
 from inferbus.workers.batch.copies import SEGMENT, Copy, restore
 from inferbus.workers.batch.errors import BatchHeld
 from inferbus.workers.batch.grouping import grouped
-from inferbus.workers.batch.lines import Expected, Line, Problem, Unusable, parse
+from inferbus.workers.batch.lines import Expected, Line, Problem, Unusable, names_adapter, parse
 from inferbus.workers.batch.output import Output, answer_line, error_line
 from inferbus.workers.batch.reading import batch_file, numbered
 from inferbus.workers.batch.state import Batches, Holder, Kept, Record, Status
@@ -416,9 +416,10 @@ class Submitter:
         return encode_body(request_body(self.record.kind, fields, streamed=False), codec.JSON)
 
     def _as_sent(self, line: Line) -> Line:
-        """The line as it is sent: it names the batch's model or none, and OpenAI's default is its own."""
+        """The line as it is sent: with the batch's model, an adapter of it, or none, and OpenAI's default."""
         model, kind = self.record.model, self.record.kind
-        change: dict[str, Any] = {} if line.model in (None, model) else {"model": model}
+        as_it_is = line.model in (None, model) or names_adapter(line.model, model)
+        change: dict[str, Any] = {} if as_it_is else {"model": model}
         if kind != "completions" and not change:
             return line
         fields = msgspec.json.decode(line.body)

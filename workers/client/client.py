@@ -348,6 +348,7 @@ class Client:
         deadline: float | None = None,
         skip_invalid: bool = False,
         ordered: bool = False,
+        reorder: bool = True,
     ) -> AsyncIterator[dict[str, Any]]:
         """Runs any number of requests as jobs, and yields a line for each, as OpenAI's batch files have it.
 
@@ -369,6 +370,7 @@ class Client:
             deadline: Seconds that a request may take from when it is submitted; None: no limit.
             skip_invalid: Rows that cannot be run have lines with an error, and the others run.
             ordered: Yield the lines in the order of the rows, at the end.
+            reorder: Rows near each other whose prompts begin alike are sent together; False: in their order.
 
         Raises:
             InvalidBatch: Rows cannot be run; nothing was submitted.
@@ -390,6 +392,7 @@ class Client:
             deadline=deadline,
             skip_invalid=skip_invalid,
             ordered=ordered,
+            reorder=reorder,
         ).lines()
 
     async def submit(

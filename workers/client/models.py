@@ -18,6 +18,13 @@ def serving(workers: Iterable[WorkerInfo]) -> list[str]:
     return sorted({info.model for info in workers if info.state == "ready" and info.kinds})
 
 
+def of_its_model(name: str, served: Iterable[str]) -> str:
+    """The model of a name that may be `model:adapter`; the name itself, where nobody serves such a model."""
+    known = frozenset(served)
+    bases = (each for each in known if name.startswith(f"{each}:"))
+    return name if name in known else max(bases, key=len, default=name)
+
+
 def unserved(model: str, served: Iterable[str]) -> str:
     """One line about a model that no worker serves."""
     names = ", ".join(served)

@@ -10,7 +10,7 @@ import msgspec
 from inferbus.schemas.errors import InferbusError, ModelNotFound, NotSupported, NoWorker, Overloaded
 from inferbus.workers.client import AnswerStream, Client, LiveStream, Restarted
 from inferbus.workers.client.messages import Answer
-from inferbus.workers.client.models import never_served, serving, unserved
+from inferbus.workers.client.models import never_served, of_its_model, serving, unserved
 from inferbus.workers.gateway.errors import Restarts
 from inferbus.workers.gateway.requests import Asked
 
@@ -54,11 +54,7 @@ async def on_its_model(client: Client, asked: Asked) -> Asked:
     """
     if ":" not in asked.model:
         return asked
-    served = serving(await client.workers())
-    bases = [model for model in served if asked.model.startswith(f"{model}:")]
-    if asked.model in served or not bases:
-        return asked
-    return msgspec.structs.replace(asked, model=max(bases, key=len))
+    return msgspec.structs.replace(asked, model=of_its_model(asked.model, serving(await client.workers())))
 
 
 async def live_chunks(client: Client, asked: Asked, job_id: str) -> AsyncGenerator[dict[str, Any]]:

@@ -39,6 +39,24 @@ def test_a_sound_file_says_what_its_lines_have_in_common(tmp_path: Path) -> None
     assert (found.expected.kind, found.expected.model) == ("chat", "m")
 
 
+def test_lines_may_name_adapters_of_one_model(tmp_path: Path) -> None:
+    def named(*models: str) -> list[dict[str, Any]]:
+        return [CHAT | {"custom_id": str(n), "body": {"model": model}} for n, model in enumerate(models)]
+
+    found = checked(tmp_path, *named("m", "m:blue", "m:red"))
+    assert (found.problems, found.expected.model) == ([], "m")
+    # Whether the first name is a model's or an adapter's, the workers that are there say.
+    found = checked(tmp_path, *named("m:blue", "m", "m:red"), served=("m", "m:blue:s", "n"))
+    assert (found.problems, found.expected.model) == ([], "m")
+    found = checked(tmp_path, *named("s3://m", "s3://m:red"))
+    assert (found.problems, found.expected.model) == ([], "s3://m")
+    assert problems(checked(tmp_path, *named("m:blue", "m"))) == [(2, "model_mismatch")]
+    assert problems(checked(tmp_path, *named("m", "mm", "mm:m"))) == [
+        (2, "model_mismatch"),
+        (3, "model_mismatch"),
+    ]
+
+
 def test_every_problem_has_its_line_and_openais_code(tmp_path: Path) -> None:
     found = checked(
         tmp_path,

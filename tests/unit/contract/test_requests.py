@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from inferbus.schemas import codec, limits
+from inferbus.schemas.computed import EmbeddingsRequest
 from inferbus.schemas.errors import (
     CallerError,
     InvalidRequest,
@@ -30,7 +31,7 @@ from inferbus.schemas.requests import (
     TokenRequest,
 )
 from inferbus.schemas.sampling import ALIASES, FIELDS
-from inferbus.schemas.subjects import GENERATED, GeneratedKind
+from inferbus.schemas.subjects import GENERATED, ComputedKind, GeneratedKind
 
 SECRET = "hunter2-correct-horse"
 USER = {"role": "user", "content": "a"}
@@ -40,6 +41,9 @@ BODIES: dict[GeneratedKind, dict[str, Any]] = {
     "chat": {"messages": [USER]},
     "completions": {"prompt": "a"},
 }
+
+
+COMPUTED_IDS: tuple[tuple[ComputedKind, str], ...] = (("embeddings", "input"), ("detokenize", "tokens"))
 
 
 def tokens(**fields: Any) -> TokenRequest:
@@ -101,6 +105,10 @@ def test_what_is_no_integer_is_no_max_tokens(kind: GeneratedKind, value: Any) ->
 def test_token_ids_are_not_taken_from_floats() -> None:
     """Floats of 32 bits lose ids beyond 2**24: better to refuse than to answer another prompt."""
     assert refused("tokens", {"token_ids": [1, 16.0]}).param == "token_ids[1]"
+    for kind, name in COMPUTED_IDS:
+        with pytest.raises(InvalidRequest) as caught:
+            parse(kind, {name: [1, 16.0]})
+        assert caught.value.param == f"{name}[1]"
 
 
 def test_the_last_of_two_equal_keys_counts() -> None:
@@ -331,6 +339,17 @@ def test_priority_and_salts_are_taken_as_they_are(kind: GeneratedKind) -> None:
     assert (request.priority, request.cache_salt, request.extra_key) == (-3, "a", "b")
     assert refused(kind, {"priority": "high"}).param == "priority"
     assert refused(kind, {"cache_salt": ["a"]}).param == "cache_salt"
+
+
+def test_an_embeddings_request_may_name_an_adapter_as_others_may() -> None:
+    request = parse("embeddings", {"model": "m:blue", "input": "a"}, model="m")
+    assert isinstance(request, EmbeddingsRequest)
+    assert request.lora_path == "blue"
+    parse("tokenize", {"model": "m:blue", "prompt": "a"}, model="m")
+    with pytest.raises(ModelNotFound):
+        parse("embeddings", {"model": "n:blue", "input": "a"}, model="m")
+    with pytest.raises(ModelNotFound):
+        parse("tokenize", {"model": "n", "prompt": "a"}, model="m")
 
 
 @pytest.mark.parametrize(
