@@ -69,7 +69,7 @@ fuzz: dev ## a million changed messages at every decoder, on all cores; FUZZ_RUN
 
 .PHONY: test-containers
 test-containers: dev ## the images and compose.yaml for real, on a Docker daemon that is brought up where none answers
-	docker info >/dev/null 2>&1 || tests/deploy/bring_up_docker.sh
+	tests/deploy/bring_up_docker.sh
 	$(BIN)/python -m tests.deploy.check_stack --build
 	INFERBUS_TEST_NATS_IMAGE=nats:2.15-alpine $(BIN)/pytest -n 2 tests/deploy/test_containers.py \
 		tests/broker/test_jetstream.py tests/broker/test_streams.py tests/broker/test_pull.py \

@@ -177,7 +177,8 @@ async def measure(
             prompt,
         )
         console.print("batch: workers and server are up", style="dim")
-        readings.append(await bench.plain(QUICK[0] if quick else PLAIN_LINES))
+        # It is no match for workers that take a while.
+        readings.append(await bench.plain(QUICK[0] if quick or possible else PLAIN_LINES))
         ways: list[Way] = ["batch", "shared"] if shared else ["batch"]
         for lines in sizes:
             for way in ways:

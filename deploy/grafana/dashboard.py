@@ -97,6 +97,12 @@ PANELS: Final[dict[str, list[tuple[str, str, str, Queries]]]] = {
             },
         ),
         (
+            "Defects",
+            "ops",
+            "Unexpected exceptions that were caught, by their event in the log.",
+            {"{{event}}": f"sum by (event) (rate(inferbus_defects_total{EVERY}))"},
+        ),
+        (
             "Clocks",
             "s",
             "The largest difference from the server's clock. Deadlines and the wait in a queue go by it.",

@@ -2,9 +2,10 @@
 
     python -m tests.deploy.check_stack [--build]
 
-Builds the images, starts the stack, asks over plain NATS and HTTP from outside and with the client's image
-from inside, scales decode to two, kills one of them in the middle of an answer, stops one in the middle of
-another answer, and stops the rest. Needs Docker (`tests/deploy/bring_up_docker.sh`) and some 9 GB of disk.
+Builds the images, starts the stack, asks over plain NATS and with OpenAI's client from outside (a stream,
+and a batch of a file), and with the client's image from inside. Scales decode to two, kills one of them in
+the middle of an answer, stops one in the middle of another answer, and stops the rest. Needs Docker
+(`tests/deploy/bring_up_docker.sh`) and some 9 GB of disk.
 Says what it does and how long that took, and exits with 0 if all of it worked. Nothing is left but the
 images.
 """
@@ -20,13 +21,13 @@ import shutil
 import subprocess
 import sys
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import nats
+import openai
 from nats.aio.client import Client as Connection
 
 from inferbus.workers.client import Client, text
@@ -37,8 +38,9 @@ PORT = 14222
 GATEWAY_PORT = 18000
 MODEL = "smollm2-135m-instruct"
 SUBJECT = f"infer.request.{MODEL}.chat"
+QUESTION = "What is the capital of France?"
 BODY = {
-    "messages": [{"role": "user", "content": "What is the capital of France?"}],
+    "messages": [{"role": "user", "content": QUESTION}],
     "temperature": 0,
     "max_tokens": 32,
 }
@@ -50,8 +52,14 @@ LONG = {
 }
 BEGUN = 8
 """Chunks of a long answer after which its worker is killed or stopped."""
-CHAT = ["inferbus", "chat", "--temperature", "0", MODEL, "What is the capital of France?"]
-READY_SECONDS = 1800.0
+CHAT = ["inferbus", "chat", "--temperature", "0", MODEL, QUESTION]
+ENDPOINT: Final = "/v1/chat/completions"
+LINES = 6
+"""Lines of the batch."""
+BUILD_SECONDS = 1800.0
+COMPOSE_SECONDS = 900.0
+DOCKER_SECONDS = 180.0
+READY_SECONDS = 600.0
 ANSWER_SECONDS = 180.0
 KILLED = 137
 
@@ -75,6 +83,7 @@ def compose(*arguments: str) -> str:
         env=environment,
         capture_output=True,
         text=True,
+        timeout=COMPOSE_SECONDS,
         check=False,
     )
     if done.returncode:
@@ -93,6 +102,7 @@ def build(target: str) -> None:
         env=environment,
         capture_output=True,
         text=True,
+        timeout=BUILD_SECONDS,
         check=False,
     )
     if done.returncode:
@@ -150,8 +160,18 @@ async def talk() -> None:
             _check_paris((await ask(connection))[0])
         with step("answer through the client's image"):
             _check_paris(await asyncio.to_thread(compose, "run", "--rm", "client", *CHAT))
-        with step("answer through the gateway"):
-            _check_paris(await asyncio.to_thread(over_http))
+        async with openai.AsyncOpenAI(
+            base_url=f"http://127.0.0.1:{GATEWAY_PORT}/v1",
+            api_key="none",
+            max_retries=0,
+            timeout=ANSWER_SECONDS,
+        ) as gateway:
+            with step("answer streamed to OpenAI's client"):
+                _check_paris(await stream(gateway))
+            with step(f"batch of {LINES} lines through OpenAI's files and batches"):
+                await batch(gateway)
+        with step("health checks pass"):
+            await healthy("nats", "prefill", "decode", "gateway")
         with step("scaled to two decode workers"):
             compose("up", "--detach", "--scale", "decode=2")
             await ready(client, prefill=1, decode=2)
@@ -176,16 +196,63 @@ async def talk() -> None:
             _check(exit_code(stopped) == 0, f"{stopped} did not drain")
 
 
-def over_http() -> str:
-    """The question over HTTP; the answer."""
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{GATEWAY_PORT}/v1/chat/completions",
-        json.dumps({**BODY, "model": MODEL}).encode(),
-        {"Content-Type": "application/json"},
+async def stream(gateway: openai.AsyncOpenAI) -> str:
+    """The question by OpenAI's client; the answer, which came in pieces and was counted."""
+    pieces, usage = list[str](), None
+    chunks = await gateway.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": QUESTION}],
+        temperature=0,
+        max_tokens=32,
+        stream=True,
+        stream_options={"include_usage": True},
     )
-    with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
-        text: str = json.load(answer)["choices"][0]["message"]["content"]
-        return text
+    async for chunk in chunks:
+        pieces += [choice.delta.content for choice in chunk.choices if choice.delta.content]
+        usage = chunk.usage or usage
+    _check(len(pieces) > 1 and usage is not None, f"not a stream: {pieces}, {usage}")
+    return "".join(pieces)
+
+
+async def batch(gateway: openai.AsyncOpenAI) -> None:
+    """A file of questions by OpenAI's client; every line is answered once, and the files are removed."""
+    asked = {f"question-{number}" for number in range(LINES)}
+    lines = [
+        {"custom_id": name, "method": "POST", "url": ENDPOINT, "body": {**BODY, "model": MODEL}}
+        for name in sorted(asked)
+    ]
+    content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    uploaded = await gateway.files.create(file=("questions.jsonl", content), purpose="batch")
+    ran = await gateway.batches.create(input_file_id=uploaded.id, endpoint=ENDPOINT, completion_window="24h")
+    async with asyncio.timeout(ANSWER_SECONDS):
+        while ran.status not in {"completed", "failed", "expired", "cancelled"}:
+            await asyncio.sleep(0.5)
+            ran = await gateway.batches.retrieve(ran.id)
+    counts = ran.request_counts
+    _check(ran.status == "completed" and ran.output_file_id is not None, f"the batch ended as {ran}")
+    _check(counts is not None and (counts.completed, counts.failed) == (LINES, 0), f"counts: {counts}")
+    output = await gateway.files.content(str(ran.output_file_id))
+    answers = [json.loads(line) for line in output.text.splitlines()]
+    _check(len(answers) == LINES, f"{len(answers)} lines came back")
+    _check({answer["custom_id"] for answer in answers} == asked, f"of other lines: {answers}")
+    for answer in answers:
+        _check_paris(answer["response"]["body"]["choices"][0]["message"]["content"])
+    await gateway.files.delete(uploaded.id)
+    await gateway.files.delete(str(ran.output_file_id))
+
+
+async def healthy(*services: str) -> None:
+    """Wait until Docker calls every container of these services healthy."""
+    containers = (await asyncio.to_thread(compose, "ps", "--quiet", *services)).split()
+    _check(len(containers) >= len(services), f"not all run: {containers}")
+    async with asyncio.timeout(READY_SECONDS):
+        while True:
+            said = [
+                _docker("inspect", "--format", "{{.State.Health.Status}}", one).strip() for one in containers
+            ]
+            if set(said) == {"healthy"}:
+                return
+            await asyncio.sleep(1)
 
 
 def _check_paris(answer: str) -> None:
@@ -227,7 +294,7 @@ async def _serving(client: Client) -> str:
 
 def _docker(*arguments: str) -> str:
     command = ["docker", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=DOCKER_SECONDS, check=True).stdout
 
 
 def _check(fine: bool, otherwise: str) -> None:

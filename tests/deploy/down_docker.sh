@@ -10,7 +10,7 @@ say() { printf 'down_docker: %s\n' "$*" >&2; }
 if [[ -s $pidfile ]] && pid=$(<"$pidfile") && [[ $(ps -o comm= -p "$pid") == dockerd ]]; then
     # A daemon that hangs is ended all the same.
     mapfile -t running < <(timeout 30 docker ps --quiet)
-    ((${#running[@]})) && timeout 120 docker stop --time 60 "${running[@]}" >/dev/null
+    ((${#running[@]})) && timeout 120 docker stop --time 60 "${running[@]}" >/dev/null || true
     kill "$pid"
     for ((tries = 0; tries < 120; tries++)); do
         kill -0 "$pid" 2>/dev/null || break

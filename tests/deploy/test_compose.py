@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import tomllib
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from inferbus.workers.cli.fleet import health
 from inferbus.workers.cli.serve import worker
 from inferbus.workers.config import WorkerSettings, options, resolve
 from inferbus.workers.stack.server import find_binary
+from tests.support.eventually import eventually
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "compose.yaml"
@@ -257,24 +260,78 @@ def test_an_acknowledged_job_is_on_disk() -> None:
     assert re.search(r"^\s*sync_interval: always$", NATS_CONFIG.read_text(), re.MULTILINE)
 
 
-FAKES = {
-    "docker": 'if [[ $1 == info ]]; then [[ -e "$INFERBUS_DOCKER_STATE/descriptors" ]]; fi',
-    "dockerd": 'find /proc/$$/fd -type l -printf "%f\\n" >"$INFERBUS_DOCKER_STATE/descriptors"',
-    "dpkg-query": "echo install ok installed",
-    "id": "echo 0",
-    "apt-get": "exit 1",
-}
+APT_IS_HELD = "E: Could not get lock /var/lib/apt/lists/lock. It is held by process 1 (apt-get)"
+
+
+class Machine:
+    """A machine whose programs only look like Docker's, for the script that brings Docker up."""
+
+    def __init__(self, folder: Path, **programs: str) -> None:
+        self.state, self.scratch, bin = folder / "state", folder / "scratch", folder / "bin"
+        for made in (self.state, self.scratch, bin):
+            made.mkdir()
+        self.descriptors = self.state / "descriptors"
+        fakes = {
+            # A daemon answers once there is one, has every image, and starts nothing.
+            "docker": f'[[ $1 != run ]] && {{ [[ $1 != info ]] || [[ -e "{self.descriptors}" ]]; }}',
+            "dockerd": f'find /proc/$$/fd -type l -printf "%f\\n" >"{self.descriptors}"; sleep 5',
+            "dpkg-query": "echo install ok installed",
+            "id": "echo 0",
+            "df": "echo 100",
+            "apt-get": "exit 1",
+        }
+        for name, script in (fakes | programs).items():
+            (bin / name.replace("_", "-")).write_text(f"#!/usr/bin/env bash\n{script}\n")
+            (bin / name.replace("_", "-")).chmod(0o755)
+        self._environment = {
+            "PATH": f"{bin}:{os.environ['PATH']}",
+            "INFERBUS_DOCKER_STATE": str(self.state),
+            "INFERBUS_STAND_IN": "1",
+            "TMPDIR": str(self.scratch),
+        }
+
+    def bring_up(self, **more: Any) -> subprocess.Popen[str]:
+        script = ROOT / "tests/deploy/bring_up_docker.sh"
+        return subprocess.Popen(
+            ["bash", script], env=self._environment, stderr=subprocess.PIPE, text=True, **more
+        )
 
 
 def test_the_docker_daemon_inherits_no_descriptors(tmp_path: Path) -> None:
-    programs, state = tmp_path / "bin", tmp_path / "state"
-    programs.mkdir()
-    for name, script in FAKES.items():
-        (programs / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
-        (programs / name).chmod(0o755)
-    env = {"PATH": f"{programs}:{os.environ['PATH']}", "INFERBUS_DOCKER_STATE": str(state)}
-    with (tmp_path / "lock").open("w") as lock:
-        command = ["bash", str(ROOT / "tests/deploy/bring_up_docker.sh")]
-        subprocess.run(command, env=env, pass_fds=[lock.fileno()], check=True, capture_output=True)
+    machine = Machine(tmp_path)
+    with (tmp_path / "lock").open("w") as lock, machine.bring_up(pass_fds=[lock.fileno()]) as script:
+        _, said = script.communicate(timeout=60)
+    assert (script.returncode, "no container starts" in said) == (1, True), said
     # 255 is the script that the stand-in itself runs; `find` has the folder open.
-    assert {int(number) for number in (state / "descriptors").read_text().split()} <= {0, 1, 2, 255}
+    inherited = machine.descriptors.read_text().split()
+    assert {int(number) for number in inherited} <= {0, 1, 2, 255}
+
+
+def test_the_packages_of_docker_wait_for_another_program_that_uses_apt(tmp_path: Path) -> None:
+    held = f'[[ -e "$TMPDIR/asked" ]] || {{ touch "$TMPDIR/asked"; echo "{APT_IS_HELD}"; exit 100; }}'
+    machine = Machine(tmp_path, dpkg_query="exit 1", apt_get=held)
+    with machine.bring_up() as script:
+        _, said = script.communicate(timeout=60)
+    assert "another program uses apt" in said
+    assert machine.descriptors.exists()
+
+
+async def test_a_signal_ends_all_that_brings_docker_up_and_leaves_no_files(tmp_path: Path) -> None:
+    made, started = tmp_path / "made", tmp_path / "started"
+    machine = Machine(
+        tmp_path,
+        docker="[[ $1 == info ]]",
+        # Like the real one it waits for programs of its own.
+        debootstrap=f'mkdir -p "$4"; sleep 600 & echo $$ $! >"{made}"; mv "{made}" "{started}"; wait',
+    )
+    with machine.bring_up() as script:
+        try:
+            await eventually(started.exists)
+            script.terminate()
+            await asyncio.to_thread(script.communicate, timeout=30)
+        finally:
+            script.kill()
+    assert script.returncode == 128 + signal.SIGTERM
+    assert list(machine.scratch.iterdir()) == []
+    processes = [Path("/proc", process) for process in started.read_text().split()]
+    await eventually(lambda: not any(process.exists() for process in processes))

@@ -256,9 +256,26 @@ def test_images_are_targets_of_the_dockerfile(built: dict[str, list[Manifest]], 
     targets = set(re.findall(r"^FROM \S+ AS (\w+)$", DOCKERFILE, re.MULTILINE))
     for pod in (*pod_templates(built[name]), *jobs(built[name])):
         for container in (*pod["spec"]["containers"], *pod["spec"].get("initContainers", ())):
-            repository, tag = container["image"].split(":")
-            assert repository == "inferbus"
-            assert tag in targets
+            repository, _, tag = container["image"].partition(":")
+            assert (repository, tag in targets) in (("inferbus", True), ("inferbus-client", False))
+
+
+def test_images_of_a_kustomization_of_ones_own_reach_workers_and_clients(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    own = next(
+        each
+        for each in map(yaml.safe_load, re.findall(r"```yaml\n(.*?)```", page, re.DOTALL))
+        if "images" in each
+    )
+    where = [KUBERNETES / "components" / each for each in ("scaling", "gateway")]
+    found = combined(tmp_path, [KUBERNETES / "overlays" / "gpu"], where, images=own["images"])
+    images = {
+        each["metadata"]["name"]: each["spec"]["template"]["spec"]["containers"][0]["image"]
+        for each in found
+        if each["kind"] in ("Deployment", "Job")
+    }
+    worker, client = "registry.example/inferbus:gpu", "registry.example/inferbus:client"
+    assert images == {"decode": worker, "prefill": worker, "init": client, "gateway": client}
 
 
 @scaled

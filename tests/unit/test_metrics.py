@@ -30,6 +30,7 @@ from inferbus.workers.jobs.retry import RetryPolicy
 from inferbus.workers.jobs.runner import AttemptRunner, Work
 from inferbus.workers.jobs.scope import Scope
 from inferbus.workers.jobs.settings import JobSettings
+from inferbus.workers.observe import defects
 from inferbus.workers.observe.endpoint import Unserved, serving
 from inferbus.workers.observe.health import Health
 from inferbus.workers.observe.metrics import Metrics, check, serve
@@ -39,9 +40,29 @@ from tests.support.prometheus import Scrape, scrape
 SUBJECTS = Subjects()
 BODY = b'{"token_ids":[1,2]}'
 ENGINE = ScriptedEngine(role="both", model="m").info
-LABELS = {"role", "model", "kind", "class", "status", "code", "outcome", "le", "version", "engine", "stream"}
+LABELS = {
+    "role",
+    "model",
+    "kind",
+    "class",
+    "status",
+    "code",
+    "outcome",
+    "le",
+    "version",
+    "engine",
+    "stream",
+    "event",
+}
 
 Answer = Callable[[Work], Awaitable[bytes]]
+
+
+@pytest.fixture(autouse=True)
+def no_defects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new process."""
+    for event in defects.counts:
+        monkeypatch.setitem(defects.counts, event, 0)
 
 
 class Bench:

@@ -34,6 +34,7 @@ from inferbus.workers.gateway.keys import Keys
 from inferbus.workers.gateway.metrics import Metrics
 from inferbus.workers.gateway.page import PAGE, PAGE_HEADERS
 from inferbus.workers.gateway.requests import idempotency_key, page, read_json, read_request, wait_of
+from inferbus.workers.observe import defects
 
 log = structlog.get_logger()
 
@@ -252,7 +253,7 @@ class Gateway:
         except InferbusError as error:
             await error_response(error)(scope, receive, send)
         except Exception:  # a supervision point: the caller gets an answer, the log the reason
-            log.exception("gateway.defect", path=scope["path"])
+            defects.exception("gateway.defect", path=scope["path"])
             await error_response(InternalError("a defect of the gateway"))(scope, receive, send)
 
     def _of(self, owner: str) -> Client:

@@ -24,6 +24,7 @@ from inferbus.workers.batch.runs import admit, fail, proceed, register, run
 from inferbus.workers.batch.state import ENDED, Batches, Kept
 from inferbus.workers.client import Client
 from inferbus.workers.gateway.files import Files
+from inferbus.workers.observe import defects
 
 log = structlog.get_logger()
 
@@ -189,7 +190,7 @@ class Runner:
         except InferbusError as error:
             log.warning("gateway.batch_interrupted", batch=batch, reason=error.message)
         except Exception:  # a supervision point: it is tried again, here or by another gateway
-            log.exception("gateway.defect", batch=batch)
+            defects.exception("gateway.defect", batch=batch)
 
     async def _fail(self, client: Client, batch: str, problem: Problem) -> None:
         log.warning("gateway.batch_failed", batch=batch, code=problem.code)

@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from inferbus.schemas.errors import InferbusError, InternalError
 from inferbus.workers.gateway.errors import body_of, error_response
+from inferbus.workers.observe import defects
 
 log = structlog.get_logger()
 
@@ -179,7 +180,7 @@ class EventStream:
         except InferbusError as error:
             self._buffer.end(error)
         except Exception:  # a supervision point: the caller has to be told that nothing follows
-            log.exception("gateway.defect")
+            defects.exception("gateway.defect")
             self._buffer.end(InternalError("the answer ended with a defect of the gateway"))
         else:
             self._buffer.end()

@@ -19,6 +19,7 @@ from prometheus_client import (
 from starlette.types import Message, Send
 
 from inferbus.workers.gateway.events import Why
+from inferbus.workers.observe import defects
 
 FIRST_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -56,6 +57,7 @@ class Metrics:
         )
         for why in get_args(Why):
             self._cut.labels(why)
+        registry.register(defects.Collector({}))
 
     @contextmanager
     def request(self, route: str, send: Send) -> Iterator[Send]:

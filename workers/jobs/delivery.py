@@ -66,6 +66,7 @@ from inferbus.workers.jobs.runner import AttemptRunner
 from inferbus.workers.jobs.scope import Scope
 from inferbus.workers.jobs.settings import JobSettings
 from inferbus.workers.jobs.storage import Storage
+from inferbus.workers.observe import defects
 
 log = structlog.get_logger()
 
@@ -194,12 +195,12 @@ class Deliveries:
             except BusUnavailable:
                 raise
             except Exception:  # a supervision point: whatever fails, the job must not stay here
-                log.exception("job.defect", **facts(job.attempt))
+                defects.exception("job.defect", **facts(job.attempt))
                 await job.broke()
         except BusUnavailable as error:
             job.settled("left", error, reason=error.message)
         except Exception:  # another one: the same defect may keep it from being tried again, or buried
-            log.exception("job.defect", **facts(job.attempt))
+            defects.exception("job.defect", **facts(job.attempt))
             await delivery.nak(settings.policy.longest)
 
     async def bury_unaddressed(self, delivery: Delivery, error: InferbusError) -> None:

@@ -27,6 +27,7 @@ from inferbus.workers.jobs.reply import Reply, Served, error_body
 from inferbus.workers.jobs.retained import RetainedAnswer, RetainedAnswers
 from inferbus.workers.jobs.scope import Scope, Scopes
 from inferbus.workers.jobs.settings import JobSettings
+from inferbus.workers.observe import defects
 
 log = structlog.get_logger()
 
@@ -159,7 +160,7 @@ class AttemptRunner:
         except InferbusError as problem:
             error = problem
         except Exception:  # a supervision point: a defect must not take the worker down
-            log.exception("job.defect", **facts(attempt))
+            defects.exception("job.defect", **facts(attempt))
             error = InternalError("inferbus failed; the worker's log says how")
         if error is not None:
             body = error_body(attempt, error)

@@ -41,6 +41,7 @@ from inferbus.workers.engine.interface import EngineInfo
 from inferbus.workers.jobs.attempt import Attempt
 from inferbus.workers.jobs.observer import Observer, Settlement
 from inferbus.workers.jobs.outcome import AttemptOutcome, status_of
+from inferbus.workers.observe import defects
 from inferbus.workers.observe.endpoint import Endpoint, Unserved
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def _harmless(count: Callable[P, None]) -> Callable[P, None]:
         try:
             count(*arguments, **named)
         except Exception:  # a supervision point: the answers of all requests pass through here
-            log.exception("metrics.not_counted")
+            defects.exception("metrics.not_counted")
 
     return counted
 
@@ -167,6 +168,7 @@ class Metrics(Observer):
             "kv_transfer_bytes", "KV bytes of each transfer, of one rank of the engine.", TRANSFER_BYTES
         )
         self._create_all(role)
+        registry.register(defects.Collector(always))
         ProcessCollector(registry=registry)
         if os.environ.get(SHARED):
             registry.register(_Shared())

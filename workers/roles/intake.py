@@ -38,6 +38,7 @@ from inferbus.workers.jobs.runner import AttemptRunner
 from inferbus.workers.jobs.scope import Scope
 from inferbus.workers.jobs.settings import JobSettings
 from inferbus.workers.jobs.storage import Storage
+from inferbus.workers.observe import defects
 
 log = structlog.get_logger()
 
@@ -207,7 +208,7 @@ class LiveIntake:
                     "request.finished", status=outcome.status, code=outcome.code, **facts(outcome.attempt)
                 )
             except Exception:  # a supervision point: the caller hears of it, whatever fails
-                log.exception("request.defect", **facts(envelope.attempt))
+                defects.exception("request.defect", **facts(envelope.attempt))
                 self._runner.refuse(envelope, InternalError("inferbus failed; the worker's log says how"))
             finally:
                 forget()

@@ -29,6 +29,7 @@ from inferbus.workers.bus.fleet.services import Endpoint
 from inferbus.workers.engine.interface import Delta, Engine, Leg, Rendezvous
 from inferbus.workers.jobs.observer import Observer
 from inferbus.workers.jobs.settings import JobSettings
+from inferbus.workers.observe import defects
 from inferbus.workers.roles.program import finished_within
 
 log = structlog.get_logger()
@@ -191,7 +192,7 @@ class PrefillProgram:
                 raise
             answer = self._failed(request, PrefillFailed("aborted"))
         except Exception:  # a supervision point: a defect must not take the worker down
-            log.exception("handoff.defect", job=request.job)
+            defects.exception("handoff.defect", job=request.job)
             answer = self._failed(request, InternalError("inferbus failed; the worker's log says how"))
         code = answer.error.code if isinstance(answer, handoff.Failed) else None
         transfer = answer.transfer if isinstance(answer, handoff.Done) else None

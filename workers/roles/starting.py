@@ -24,6 +24,7 @@ from inferbus.workers.bus.fleet import registry
 from inferbus.workers.bus.jetstream.provision import provision
 from inferbus.workers.config import Settings
 from inferbus.workers.engine.progress import Progress
+from inferbus.workers.observe import defects
 
 log = structlog.get_logger()
 
@@ -94,7 +95,7 @@ class Starting:
                 await asyncio.wait({ended}, timeout=RETRY_PAUSE)
             except Exception as error:  # a supervision point: the other thread waits for this one
                 if self._announced.done():
-                    log.exception("starting.defect")
+                    defects.exception("starting.defect")
                 else:
                     self._announced.set_exception(error)
                     self._ended.set()

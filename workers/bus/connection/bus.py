@@ -34,6 +34,7 @@ from inferbus.workers.bus.connection.watchdog import INTERVAL, Watchdog
 from inferbus.workers.bus.connection.writer import Writer
 from inferbus.workers.bus.errors import NoResponders, NotPermitted
 from inferbus.workers.config import BusSettings
+from inferbus.workers.observe import defects
 
 log = structlog.get_logger()
 
@@ -447,7 +448,7 @@ class Bus:
                 listener(connected)
             except Exception:  # supervision point: callbacks given to nats-py
                 self._callback_failed()
-                log.exception("bus.callback_failed", subject="connection")
+                defects.exception("bus.callback_failed", subject="connection")
 
     def _callback_failed(self) -> None:
         self.callback_errors += 1

@@ -18,6 +18,7 @@ from nats.errors import ProtocolError
 
 from inferbus.schemas.headers import escaped
 from inferbus.workers.bus.connection.message import NO_HEADERS, Message
+from inferbus.workers.observe import defects
 
 log = structlog.get_logger()
 
@@ -161,7 +162,7 @@ class Parser:
         except ProtocolError:
             raise
         except Exception as error:  # supervision point: nats-py would read no more, and not tell
-            log.exception("bus.read_failed")
+            defects.exception("bus.read_failed")
             raise ProtocolError from error
 
     async def _parse(self, data: bytes) -> None:

@@ -14,6 +14,7 @@ import structlog
 from inferbus.schemas.errors import BusUnavailable
 from inferbus.workers.bus.connection import natspy
 from inferbus.workers.bus.connection.message import Callback, Message
+from inferbus.workers.observe import defects
 
 log = structlog.get_logger()
 
@@ -122,7 +123,7 @@ class Subscriptions:
                 callback(message)
             except Exception:  # supervision point: the connection's read loop calls this
                 self._failed()
-                log.exception("bus.callback_failed", subject=subject)
+                defects.exception("bus.callback_failed", subject=subject)
 
         try:
             sub = await self._client.listen(subject, queue, deliver)

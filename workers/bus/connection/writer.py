@@ -20,6 +20,7 @@ import structlog
 
 from inferbus.workers.bus.connection import natspy
 from inferbus.workers.bus.connection.frames import MARGIN, payload_size, publish_frame
+from inferbus.workers.observe import defects
 
 log = structlog.get_logger()
 
@@ -216,4 +217,4 @@ class Writer:
             # Closed for good, which the bus reports. `send` promises delivery at most once.
             log.warning("bus.write_failed", error=str(error))
         except Exception:  # supervision point: without this task nothing is sent any more
-            log.exception("bus.write_failed")
+            defects.exception("bus.write_failed")

@@ -30,6 +30,7 @@ from inferbus.workers.bus.interface import Stored
 from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.config import WorkerSettings
+from inferbus.workers.observe import defects
 
 log = structlog.get_logger()
 
@@ -403,7 +404,7 @@ class Registry:
         try:
             load = await self._load()
         except Exception:  # supervision point: an old load is better than no announcement
-            log.exception("registry.load_failed")
+            defects.exception("registry.load_failed")
         else:
             self._info = msgspec.structs.replace(self._info, load=load)
         if not self.replaced.is_set():

@@ -49,6 +49,7 @@ from inferbus.workers.bus.queue.pull_requests import (
     PullRequests,
 )
 from inferbus.workers.bus.queue.reordering import Reordering
+from inferbus.workers.observe import defects
 
 log = structlog.get_logger()
 
@@ -249,7 +250,7 @@ class JobQueue:
                 except BusUnavailable as error:
                     self._problem = error.message
                 except Exception:  # supervision point: the pull loop
-                    log.exception("jobs.pull_failed")
+                    defects.exception("jobs.pull_failed")
                     self._problem = "a defect"
                 if self._problem is not None and self._bus.connected:
                     await self._recover()

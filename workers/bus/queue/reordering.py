@@ -30,6 +30,7 @@ from inferbus.workers.bus.jetstream.client import API, JetStream
 from inferbus.workers.bus.queue.delivery import NAK, AckSubject, Heartbeats
 from inferbus.workers.bus.queue.pull_requests import NO_MESSAGES, REQUEST_TIMEOUT, PriorityClass
 from inferbus.workers.bus.queue.turns import Waiting, in_turn, place
+from inferbus.workers.observe import defects
 
 log = structlog.get_logger()
 
@@ -166,7 +167,7 @@ class Reordering:
                         "jobs.not_reordered", job_class=queued.priority_class.job_class, reason=error.message
                     )
                 except Exception:  # supervision point: the order of jobs
-                    log.exception("jobs.reordering_failed", job_class=queued.priority_class.job_class)
+                    defects.exception("jobs.reordering_failed", job_class=queued.priority_class.job_class)
 
     async def _tend(self, queued: Queued) -> None:
         """Reorders one class if that is due."""
