@@ -291,7 +291,9 @@ class Machine:
         }
 
     def bring_up(self, **more: Any) -> subprocess.Popen[str]:
-        script = ROOT / "tests/deploy/bring_up_docker.sh"
+        return self.runs(ROOT / "tests/deploy/bring_up_docker.sh", **more)
+
+    def runs(self, script: Path, **more: Any) -> subprocess.Popen[str]:
         return subprocess.Popen(
             ["bash", script], env=self._environment, stderr=subprocess.PIPE, text=True, **more
         )
@@ -335,3 +337,20 @@ async def test_a_signal_ends_all_that_brings_docker_up_and_leaves_no_files(tmp_p
     assert list(machine.scratch.iterdir()) == []
     processes = [Path("/proc", process) for process in started.read_text().split()]
     await eventually(lambda: not any(process.exists() for process in processes))
+
+
+def test_ci_passes_and_says_so_where_docker_cannot_be_brought_up(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, id="echo 1000", make="echo make $1")
+    with machine.runs(ROOT / ".ci/run", stdout=subprocess.PIPE) as script:
+        out, said = script.communicate(timeout=60)
+    assert script.returncode == 0
+    assert out.splitlines()[0] == "make test"
+    assert "NOT TESTED" in out
+    assert "run it as root" in said
+
+
+def test_ci_fails_where_the_containers_do(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, make="[[ $1 == test ]]", timeout="exit 0")
+    with machine.runs(ROOT / ".ci/run", stdout=subprocess.PIPE) as script:
+        script.communicate(timeout=60)
+    assert script.returncode == 1
