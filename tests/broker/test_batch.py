@@ -246,6 +246,38 @@ async def test_what_was_purged_from_the_queue_is_sent_again(
     assert record.counts.succeeded == 30
 
 
+async def test_a_batch_whose_jobs_were_lost_leaves_nothing_and_neither_does_one_that_is_removed(
+    workers: Fleet, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a server brings back, and what a worker that died leaves of a job that was purged."""
+    monkeypatch.setattr(submitter, "SILENCE", 0.2)
+    source = write(tmp_path / "in.jsonl", [line(n) for n in range(1, 31)])
+    begun = await begin(client, source, Options())
+    batch, jetstream, subjects = begun.kept.record.id, JetStream(client.bus), client.bus.subjects
+
+    async def plant() -> None:
+        for name in (f"{batch}-1000", f"{batch}0-1"):
+            await jetstream.store(subjects.result("me", name), b"{}")
+            await jetstream.store(subjects.attempts("me", name, 1), b"")
+
+    running = asyncio.create_task(run(client, begun))
+
+    async def queued() -> bool:
+        info = await jetstream.call(f"STREAM.INFO.{layout.JOBS}")
+        return bool(info["state"]["messages"] >= 2)
+
+    await eventually(queued)
+    await plant()
+    await jetstream.call(f"STREAM.PURGE.{layout.JOBS}")
+    await workers.start(slots=8)
+    assert (await running).counts.succeeded == 30
+    anothers = [subjects.attempts("me", f"{batch}0-1", 1), subjects.result("me", f"{batch}0-1")]
+    assert sorted(await left_behind(client, within=1)) == anothers
+    await plant()
+    await Batches(client.bus, "me").remove((await Batches(client.bus, "me").get(batch)).record)
+    assert sorted(await left_behind(client, within=1)) == anothers
+
+
 async def test_of_two_processes_that_run_one_batch_one_is_refused(
     workers: Fleet, client: Client, tmp_path: Path
 ) -> None:
@@ -379,7 +411,7 @@ def read_whole(path: Path) -> list[dict[str, Any]]:
     return [json.loads(raw) for raw in path.read_bytes().split(b"\n")[:-1]]
 
 
-async def left_behind(client: Client) -> list[str]:
+async def left_behind(client: Client, *, within: float = 5) -> list[str]:
     """What is on the server of a batch beside its record, after a moment in which it may go."""
     found: list[str] = []
 
@@ -391,7 +423,7 @@ async def left_behind(client: Client) -> list[str]:
         return not found
 
     with contextlib.suppress(AssertionError):
-        await eventually(empty, within=5)
+        await eventually(empty, within=within)
     return found
 
 
