@@ -134,8 +134,9 @@ async def test_a_submitter_that_is_killed_is_followed_without_a_line_twice_or_mi
 
 
 async def test_the_server_and_the_workers_may_be_killed_meanwhile(
-    workers: Fleet, client: Client, server: NatsServer, tmp_path: Path
+    workers: Fleet, client: Client, server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(submitter, "SILENCE", 0.5)
     slow = "[[rules]]\ndelay = 0.05\n"
     first = await workers.start("both", slow, slots=32)
     count = 800
@@ -175,8 +176,8 @@ async def test_a_killed_worker_loses_no_line_that_had_ended(
 async def test_a_cancelled_batch_has_a_line_for_every_line_and_a_retry_runs_the_rest(
     workers: Fleet, client: Client, tmp_path: Path
 ) -> None:
-    await workers.start("both", "[[rules]]\ndelay = 0.4\n", slots=16)
-    count = 600
+    await workers.start("both", "[[rules]]\ndelay = 0.2\n", slots=16)
+    count = 200
     source = write(tmp_path / "in.jsonl", [line(n) for n in range(1, count + 1)])
     output, errors = tmp_path / "in.output.jsonl", tmp_path / "in.errors.jsonl"
     begun = await begin(client, source, Options())
