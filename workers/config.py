@@ -298,6 +298,9 @@ class GatewaySettings(_Section, frozen=True, kw_only=True):
     ] = False
     keys_file: Annotated[Path | None, _file("TOML file with API keys, their owners and limits.")] = None
     keys: Annotated[dict[str, str], _secret("API keys with their owners, as key:owner,key:owner.")] = {}
+    stored_keys: Annotated[bool, Meta(description="Admit the API keys of `inferbus keys`, in NATS, too.")] = (
+        False
+    )
     requests_per_minute: Annotated[
         int,
         Meta(description="Requests a minute for each API key that sets no limit of its own; 0: any.", ge=0),
@@ -321,6 +324,11 @@ class GatewaySettings(_Section, frozen=True, kw_only=True):
         return host.strip("[]"), int(port)
 
     @property
+    def has_keys(self) -> bool:
+        """Whether an API key is needed."""
+        return bool(self.keys) or self.keys_file is not None or self.stored_keys
+
+    @property
     def loopback(self) -> bool:
         """Whether only this machine can reach it."""
         host, _ = self.address
@@ -334,7 +342,7 @@ class GatewaySettings(_Section, frozen=True, kw_only=True):
         host, _, port = self.listen.rpartition(":")
         if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
             yield "listen", f"must be host:port, not {self.listen!r}"
-        elif not (self.loopback or self.open or self.keys or self.keys_file):
+        elif not (self.loopback or self.open or self.has_keys):
             yield "listen", "must be a loopback address where no API keys are set"
 
 

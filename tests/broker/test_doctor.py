@@ -97,7 +97,7 @@ async def test_a_wrong_password_is_told_apart_from_a_server_that_is_not_there(us
     assert finding.mend.startswith("log in as one of the server's users")
 
 
-@pytest.mark.parametrize("user", ["client", "worker", "operator"])
+@pytest.mark.parametrize("user", ["client", "worker", "operator", "gateway"])
 async def test_the_users_that_are_shipped_may_do_what_their_role_does(users: NatsServer, user: User) -> None:
     name = {"client": "acme"}.get(user, user)
     given = login(users, name)

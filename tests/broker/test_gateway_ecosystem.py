@@ -1,4 +1,4 @@
-"""LangChain and instructor against the gateway as users call them, with a worker that answers as told."""
+"""LangChain, LlamaIndex and instructor as users call them, with a worker that answers as told."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest_asyncio
 from inferbus.workers.stack.server import NatsServer
 from tests.support.answers import USAGE, chat, chat_answer
 from tests.support.gateway import gateway
-from tests.support.responder import Responder, responder
+from tests.support.responder import Responder, chunks_of, responder
 
 T = TypeVar("T")
 
@@ -128,6 +128,58 @@ async def test_langchain_chats_streams_and_calls_tools(
     assert asked["tools"][0]["function"]["name"] == "Person"
     assert [(call["name"], call["args"]) for call in message.tool_calls] == [("Person", ADA)]
     assert message.response_metadata["finish_reason"] == "tool_calls"
+
+
+async def test_llamaindex_chats_streams_and_completes(
+    server: NatsServer, url: str, http: httpx.AsyncClient, worker: Responder
+) -> None:
+    """Its class for OpenAI knows OpenAI's models only: it goes to one that is served by such a name."""
+    from llama_index.core.llms import ChatMessage
+    from llama_index.llms.openai import OpenAI
+    from llama_index.llms.openai_like import OpenAILike
+
+    given: dict[str, Any] = {
+        "api_base": url,
+        "api_key": "none",
+        "max_retries": 0,
+        "async_http_client": http,
+        "is_chat_model": True,
+    }
+
+    async def streamed(model: OpenAI) -> str:
+        parts = await model.astream_chat([ChatMessage("Hi")])
+        return "".join([part.delta or "" async for part in parts])
+
+    async with responder(server.url, model="gpt-4o-mini") as named:
+        for model, there in (
+            (OpenAILike(model="m", **given), worker),
+            (OpenAI("gpt-4o-mini", **given), named),
+        ):
+            asked, whole = await told(there, model.achat([ChatMessage("Hi")]), chat_answer("Paris"))
+            assert (asked["messages"][0]["role"], whole.message.content) == ("user", "Paris")
+            _, text = await told(there, streamed(model), *chunks_of("Par", "is"))
+            assert text == "Paris"
+
+
+async def test_llamaindex_calls_tools(url: str, http: httpx.AsyncClient, worker: Responder) -> None:
+    from llama_index.core.tools import FunctionTool
+    from llama_index.llms.openai_like import OpenAILike
+
+    model = OpenAILike(
+        model="m",
+        api_base=url,
+        api_key="none",
+        max_retries=0,
+        async_http_client=http,
+        is_chat_model=True,
+        is_function_calling_model=True,
+    )
+    tool = FunctionTool.from_defaults(lambda name, age: None, name="Person", fn_schema=Person)
+    asked, answer = await told(worker, model.achat_with_tools([tool], "Ada is 36"), calling())
+    assert asked["tools"][0]["function"]["name"] == "Person"
+    assert [(call.tool_name, call.tool_kwargs) for call in model.get_tool_calls_from_response(answer)] == [
+        ("Person", ADA)
+    ]
 
 
 @pytest.mark.parametrize("mode", ["TOOLS", "JSON", "JSON_SCHEMA"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -10,9 +11,13 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
+import openai
 import pytest
 import pytest_asyncio
+from openai.types.chat import ChatCompletionMessageParam
+from structlog.testing import capture_logs
 
 from inferbus.schemas.headers import JOB_ID, REMOVE
 from inferbus.workers.batch.runs import Options, begin
@@ -25,6 +30,7 @@ from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import JetStream
 from inferbus.workers.bus.jetstream.provision import provision
 from inferbus.workers.client import Client, JobNotFound, reads, text
+from inferbus.workers.client.keys import KeyBucket
 from inferbus.workers.client.operator import Operator
 from inferbus.workers.config import StreamSettings
 from inferbus.workers.stack.processes import Children
@@ -32,6 +38,7 @@ from inferbus.workers.stack.server import NatsServer
 from tests.support.batches import read, write
 from tests.support.eventually import eventually
 from tests.support.fleet import MODEL, Fleet
+from tests.support.gateway import gateway
 from tests.support.line import Line
 from tests.support.responder import read_into
 from tests.support.users import OWNERS, WORKER, configuration, login
@@ -283,6 +290,75 @@ async def test_the_commands_of_a_client_work_and_others_name_the_permission(serv
         assert (code, "not permitted to publish to $JS.API." in told) == (3, True), (arguments, told)
 
 
+async def test_the_gateway_does_everything_for_the_owner_of_each_key_with_its_permissions(
+    server: NatsServer,
+) -> None:
+    batch = {
+        "custom_id": "1",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {"model": MODEL} | CHAT,
+    }
+    async with Client.connect(login(server, "root")) as root:
+        keys = KeyBucket(root.bus)
+        made = {owner: await keys.add(owner, owner) for owner in OWNERS}
+        with capture_logs() as logs:
+            async with gateway(login(server, "gateway"), stored_keys=True) as url:
+                for key in made.values():
+                    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as client:
+                        await _everything(client, json.dumps(batch).encode())
+        # A worker removes for it what it may not purge.
+        refused = [each["subject"] for each in logs if each["event"] == "bus.not_permitted"]
+        assert not [each for each in refused if not each.startswith("$js.api.stream.purge.")]
+        for owner in OWNERS:
+            await keys.remove(owner)
+
+
+async def _everything(client: openai.AsyncOpenAI, batch: bytes) -> None:
+    """What OpenAI's API has, and then all there is of durable requests."""
+    await eventually(lambda: _listed(client))
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
+    stream = await client.chat.completions.create(model=MODEL, messages=messages, stream=True)
+    assert "".join([each.choices[0].delta.content or "" async for each in stream if each.choices]) == PARIS
+    with pytest.raises(openai.NotFoundError):
+        await client.chat.completions.create(model="nobody", messages=messages)
+    for _ in range(2):
+        named = await client.chat.completions.create(
+            model=MODEL, messages=messages, extra_headers={"Idempotency-Key": "once"}
+        )
+        assert named.choices[0].message.content == PARIS
+    job = await client.get("/jobs/once", cast_to=httpx.Response)
+    assert job.json()["status"] == "completed"
+    assert "Paris" in (await client.get("/jobs/once/stream", cast_to=httpx.Response)).text
+    await client.delete("/jobs/once", cast_to=httpx.Response)
+    shown = (await client.get("../status", cast_to=httpx.Response)).json()
+    assert shown["workers"]
+    assert shown["queues"]
+    file = await client.files.create(file=("in.jsonl", batch), purpose="batch")
+    begun = await client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    done = await eventually(lambda: _ended(client, begun.id), within=30)
+    assert (await client.files.content(done.output_file_id)).text.count("Paris") == 1
+    assert [each.id async for each in client.batches.list()] == [begun.id]
+    assert {each.id async for each in client.files.list()} >= {file.id, done.output_file_id}
+    for each in (done.output_file_id, file.id):
+        await client.files.delete(each)
+
+
+async def _listed(client: openai.AsyncOpenAI) -> bool:
+    """Whether the key is known, and a worker there."""
+    try:
+        return [each.id async for each in client.models.list()] == [MODEL]
+    except openai.APIStatusError:
+        return False
+
+
+async def _ended(client: openai.AsyncOpenAI, batch: str) -> Any:
+    found = await client.batches.retrieve(batch)
+    return found if found.status == "completed" else None
+
+
 async def test_an_operator_does_what_the_documents_say(acme: Client, server: NatsServer) -> None:
     bad = await acme.submit("chat", MODEL, CHAT | {"user": "bad"}, job_id="bad")
     with pytest.raises(Exception, match=r".+"):
@@ -297,6 +373,9 @@ async def test_an_operator_does_what_the_documents_say(acme: Client, server: Nat
         ("resume", MODEL),
         ("dead", "ls"),
         ("dead", "purge", "--all", "--yes"),
+        ("keys", "add", "web", "--owner", "acme"),
+        ("keys", "ls"),
+        ("keys", "rm", "web"),
     ):
         code, told = await run(server, "operator", *arguments)
         assert code == 0, (arguments, told)

@@ -43,6 +43,7 @@ async def test_every_stream_of_the_contract_is_made(streams: Bus) -> None:
         "INFER_RESULTS",
         "INFER_STREAM",
         "KV_INFER_BATCHES",
+        "KV_INFER_KEYS",
         "KV_INFER_WORKERS",
     ]
     jobs = await config(streams, layout.JOBS)

@@ -18,6 +18,7 @@ from inferbus.schemas.subjects import KINDS, Kind, Subjects
 from inferbus.workers.bus.connection.frames import check_subject, header_block
 from inferbus.workers.bus.fleet.registry import parse_entry
 from inferbus.workers.bus.interface import Stored
+from inferbus.workers.client import keys
 from inferbus.workers.client.messages import parse_message, parse_result
 from inferbus.workers.jobs import attempt, cancel, fields, history
 from tests.fuzz import wire
@@ -151,6 +152,16 @@ FROM_PREFILL: Final = [
     {"type": "failed", "worker": "w", "error": ERROR},
     {"type": "done", "worker": "w", "cached_tokens": 1, "transfer": {"seconds": 0.5, "bytes": 9}},
 ]
+API_KEYS: Final[list[Any]] = [
+    {
+        "owner": "acme",
+        "sha256": "0123456789abcdef" * 4,
+        "created": "2026-01-01T00:00:00Z",
+        "requests_per_minute": 60,
+        "concurrency": 4,
+    }
+]
+
 ANNOUNCEMENTS: Final = [
     msgspec.to_builtins(
         WorkerInfo(
@@ -250,6 +261,10 @@ def _announcement(make: Mutator) -> object:
     return parse_entry(_stored(make, make.body(ANNOUNCEMENTS, codec.JSON), "$KV.INFER_WORKERS.m.w"))
 
 
+def _api_key(make: Mutator) -> object:
+    return keys.parse_entry(make.subject(LIVE).rsplit(".", 1)[-1], make.body(API_KEYS, codec.JSON))
+
+
 def _live_request(make: Mutator) -> object:
     return attempt.live(
         _stored(make, subject=make.subject(LIVE)),
@@ -331,6 +346,7 @@ TARGETS: Final[dict[str, Target]] = {
     "hand-off": _typed(handoff.ToPrefill, TO_PREFILL),
     "hand-off answer": _typed(handoff.FromPrefill, FROM_PREFILL),
     "announcement": _announcement,
+    "api key": _api_key,
     "answer": _answer,
     "end mark": _end_mark,
     "token chunk": _typed(TokenChunk, ANSWERS),

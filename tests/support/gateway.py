@@ -15,13 +15,18 @@ from inferbus.workers.gateway.server import quiet, run
 
 
 @asynccontextmanager
-async def gateway(nats_url: str, **settings: Any) -> AsyncIterator[str]:
-    """A gateway that listens; yields its URL."""
+async def gateway(nats: str | BusSettings, **settings: Any) -> AsyncIterator[str]:
+    """A gateway that listens; yields its URL.
+
+    Args:
+        nats: The server's URL, or how to connect.
+        settings: Of the gateway.
+    """
     quiet()
     listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()
     given = Settings(
-        bus=BusSettings(urls=(nats_url,)),
+        bus=BusSettings(urls=(nats,)) if isinstance(nats, str) else nats,
         gateway=GatewaySettings(**{"listen": "127.0.0.1:0", "grace": 2.0, **settings}),
     )
     running = asyncio.create_task(run(given, stop, listening=listening.set_result))

@@ -140,8 +140,8 @@ async def read_into(seen: list[str], stream: AnswerStream[Any]) -> None:
 
 
 @asynccontextmanager
-async def responder(url: str, **options: Any) -> AsyncIterator[Responder]:
-    """A responder for the model `m`."""
+async def responder(url: str, *, model: str = "m", **options: Any) -> AsyncIterator[Responder]:
+    """A responder for a model."""
     nc = await nats.connect(url, **options)
     found = Responder(nc)
 
@@ -151,7 +151,7 @@ async def responder(url: str, **options: Any) -> AsyncIterator[Responder]:
     async def on_cancel(message: Msg) -> None:
         found.cancels.put_nowait(message)
 
-    await nc.subscribe("infer.request.m.*", queue="workers", cb=on_request)
+    await nc.subscribe(f"infer.request.{model}.*", queue="workers", cb=on_request)
     await nc.subscribe("infer.cancel.>", cb=on_cancel)
     # nats-py writes its PING ahead of what is pending, so one PONG proves nothing of the subscriptions.
     await nc.flush()

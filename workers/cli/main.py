@@ -35,6 +35,7 @@ _COMMANDS: Final = {
     "pause": "queues",
     "resume": "queues",
     "dead": "dead",
+    "keys": "keys",
     "streams": "streams",
     "init": "streams",
     "config": "settings",

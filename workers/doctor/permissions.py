@@ -20,7 +20,7 @@ from inferbus.workers.bus.jetstream import layout
 from inferbus.workers.bus.jetstream.client import API
 from inferbus.workers.doctor.findings import Finding, fail, ok
 
-User = Literal["client", "worker", "operator"]
+User = Literal["client", "worker", "operator", "gateway"]
 
 NOBODY: Final = "inferbus-doctor"
 """A model, a worker and a stream that do not exist."""
@@ -52,7 +52,7 @@ def needs(user: User, subjects: Subjects, owner: str) -> list[Need]:
         subjects: Under the configured prefix.
         owner: Whose jobs a client submits.
     """
-    found = {"client": _client, "worker": _worker, "operator": _operator}[user]
+    found = {"client": _client, "worker": _worker, "operator": _operator, "gateway": _gateway}[user]
     return list(found(subjects, owner, secrets.token_hex(8)))
 
 
@@ -156,3 +156,25 @@ def _operator(subjects: Subjects, owner: str, job: str) -> Iterator[Need]:
     yield Need("replay dead letters", subjects.job(NOBODY, "batch", owner, "tokens"))
     yield Need("cancel jobs of any owner", subjects.cancel(owner, job))
     yield Need("ask workers", f"$SRV.PING.{NOBODY}")
+    yield Need("add and remove API keys", f"{subjects.prefix}.in.{job}.keys.{NOBODY}")
+
+
+def _gateway(subjects: Subjects, owner: str, job: str) -> Iterator[Need]:
+    """What clients need, for every owner; and batches, their files, and keys."""
+    batches, files, keys = (
+        layout.in_account(each, subjects) for each in (layout.BATCHES, layout.FILES, layout.KEYS)
+    )
+    yield from _client(subjects, job, job)
+    record, file = layout.batch_key(subjects, job, job), subjects.file(job, job, "input", 0)
+    yield Need("run batches", record)
+    yield Need("read batches", f"{API}.DIRECT.GET.{batches}.{record}")
+    yield Need("list batches", f"{API}.DIRECT.GET.{batches}")
+    yield Need("remove files and results", subjects.remove(job, job))
+    yield Need("store files", file)
+    yield Need("read files", f"{API}.DIRECT.GET.{files}.{file}")
+    yield Need("list files", f"{API}.DIRECT.GET.{files}")
+    jobs = layout.in_account(layout.JOBS, subjects)
+    yield Need("know models that were served", f"{API}.CONSUMER.INFO.{jobs}.{NOBODY}")
+    yield Need("see queues", f"{API}.CONSUMER.LIST.{jobs}")
+    yield Need("read API keys", f"{API}.DIRECT.GET.{keys}")
+    yield Need("hear of changed API keys", layout.key(subjects, layout.KEYS, ">"), subscribe=True)

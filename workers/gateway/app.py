@@ -228,7 +228,7 @@ class Gateway:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def _readyz(self, request: Request) -> Response:
-        ready = self._client.bus.connected and not self.draining
+        ready = self._client.bus.connected and self._keys.known and not self.draining
         return json_response({"ready": ready, "draining": self.draining}, status=200 if ready else 503)
 
     def _route(self, method: str, path: str, handler: Handler, *, limited: bool = True) -> Route:

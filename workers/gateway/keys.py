@@ -8,7 +8,8 @@ A file has one table for each key, by a name that may be logged:
     requests_per_minute = 600     # none: no limit
     concurrency = 64
 
-It is read again when it changes. Keys are kept and compared as digests, in constant time, and never logged.
+It is read again when it changes. Keys of `inferbus keys` are in NATS: see `inferbus.workers.client.keys`. All
+are kept and compared as digests, in constant time, and never logged.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import hmac
 import math
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Final
@@ -27,8 +28,9 @@ import msgspec
 import structlog
 from msgspec import Meta
 
-from inferbus.schemas.errors import InferbusError
+from inferbus.schemas.errors import BusUnavailable, InferbusError
 from inferbus.schemas.subjects import LIVE_OWNER, escape
+from inferbus.workers.client.keys import ApiKey
 from inferbus.workers.config import ConfigError, GatewaySettings
 from inferbus.workers.gateway.errors import InvalidKey, RateLimited
 
@@ -125,7 +127,8 @@ class Keys:
         self._settings = settings
         self._stamp = self._file_stamp()
         self._keys = self._load()
-        self.required = bool(settings.keys) or settings.keys_file is not None
+        self._stored: dict[bytes, tuple[bytes, Key]] | None = None
+        self.required = settings.has_keys
         self._anybody = Key(
             "none", ANYBODY, per_minute=settings.requests_per_minute, concurrency=settings.concurrency
         )
@@ -133,13 +136,21 @@ class Keys:
     @property
     def owners(self) -> set[str]:
         """Whose requests may come."""
-        return {key.owner for _, key in self._keys.values()} if self.required else {ANYBODY}
+        if not self.required:
+            return {ANYBODY}
+        return {key.owner for _, key in (*self._keys.values(), *(self._stored or {}).values())}
+
+    @property
+    def known(self) -> bool:
+        """Whether every key is known: those in NATS were read."""
+        return not self._settings.stored_keys or self._stored is not None
 
     def find(self, authorization: str | None) -> Key:
         """The key in an `Authorization` header.
 
         Raises:
             InvalidKey: There is none, or it is not known.
+            BusUnavailable: It may be one of those in NATS, which were not read yet.
         """
         if not self.required:
             return self._anybody
@@ -148,10 +159,12 @@ class Keys:
             raise InvalidKey("an API key is needed: Authorization: Bearer …")
         digest = _digest(token.strip())
         # The look-up tells nothing of a key: who sends it cannot choose its digest.
-        known, key = self._keys.get(digest, (b"", self._anybody))
-        if not hmac.compare_digest(known, digest):
-            raise InvalidKey("this API key is not known")
-        return key
+        known, key = self._keys.get(digest) or (self._stored or {}).get(digest) or (b"", self._anybody)
+        if hmac.compare_digest(known, digest):
+            return key
+        if not self.known:
+            raise BusUnavailable("the API keys in NATS were not read yet")
+        raise InvalidKey("this API key is not known")
 
     def refresh(self) -> None:
         """Reads the file again where it has changed; one that cannot be used changes nothing."""
@@ -164,12 +177,26 @@ class Keys:
         except ConfigError as error:
             log.error("gateway.keys_unusable", problems=error.problems)
             return
-        # Those that stay keep what they use.
-        self._keys = {
-            digest: self._keys[digest] if _same(self._keys.get(digest), new) else new
-            for digest, new in loaded.items()
-        }
-        log.info("gateway.keys_loaded", keys=len(loaded))
+        self._keys = _renewed(self._keys, loaded)
+        log.info("gateway.keys_loaded", source="file", keys=len(loaded))
+
+    def store(self, keys: Iterable[ApiKey]) -> None:
+        """Takes these for all that are in NATS; where the file has the same key, the file's counts."""
+        settings, before = self._settings, self._stored
+        loaded = dict[bytes, tuple[bytes, Key]]()
+        for each in keys:
+            digest = bytes.fromhex(each.sha256)
+            key = Key(
+                each.name,
+                each.owner,
+                per_minute=each.requests_per_minute or settings.requests_per_minute,
+                concurrency=each.concurrency or settings.concurrency,
+            )
+            loaded[digest] = (digest, key)
+        self._stored = _renewed(before or {}, loaded)
+        # Those that stay are the same objects.
+        if before is None or self._stored != before:
+            log.info("gateway.keys_loaded", source="nats", keys=len(loaded))
 
     def _file_stamp(self) -> tuple[int, int] | None:
         file = self._settings.keys_file
@@ -207,9 +234,14 @@ class Keys:
         return keys
 
 
-def _same(old: tuple[bytes, Key] | None, new: tuple[bytes, Key]) -> bool:
-    """Whether an entry of the file is as it was."""
-    return old is not None and old[1].terms == new[1].terms
+def _renewed(
+    old: dict[bytes, tuple[bytes, Key]], new: dict[bytes, tuple[bytes, Key]]
+) -> dict[bytes, tuple[bytes, Key]]:
+    """The new ones; those that are as they were keep what they use."""
+    return {
+        digest: old[digest] if digest in old and old[digest][1].terms == entry[1].terms else entry
+        for digest, entry in new.items()
+    }
 
 
 def _read(file: Path, problems: list[str]) -> dict[str, _Entry]:

@@ -14,6 +14,7 @@ import uvicorn
 
 from inferbus.schemas.errors import InferbusError
 from inferbus.workers.client import Client
+from inferbus.workers.client.keys import KeyBucket
 from inferbus.workers.config import GatewaySettings, Settings
 from inferbus.workers.gateway.app import Gateway
 from inferbus.workers.gateway.keys import ANYBODY, Keys
@@ -61,8 +62,9 @@ async def run(settings: Settings, stop: asyncio.Event, *, listening: Callable[[s
                 )
             )
             serving = asyncio.create_task(server.serve(sockets=[listening_on]))
-            watching = asyncio.create_task(_refresh(keys))
-            batches = asyncio.create_task(gateway.runner.look())
+            work = [asyncio.create_task(_refresh(keys)), asyncio.create_task(gateway.runner.look())]
+            if settings.gateway.stored_keys:
+                work.append(asyncio.create_task(KeyBucket(client.bus).watch(keys.store)))
             ending = [asyncio.create_task(event.wait()) for event in (stop, client.bus.closed)]
             try:
                 url = _url(listening_on)
@@ -72,9 +74,9 @@ async def run(settings: Settings, stop: asyncio.Event, *, listening: Callable[[s
                 gateway.draining = server.should_exit = True
                 await serving
             finally:
-                for task in (serving, watching, batches, *ending):
+                for task in (serving, *work, *ending):
                     task.cancel()
-                await asyncio.gather(serving, watching, batches, *ending, return_exceptions=True)
+                await asyncio.gather(serving, *work, *ending, return_exceptions=True)
             if client.bus.failure is not None:
                 raise Unserved(f"the connection to NATS is closed: {client.bus.failure}")
 

@@ -5,7 +5,8 @@ with the server's own rights. A stream that captured the subjects which its read
 server sends there on behalf of a client that may not publish to them. So these streams capture
 `<prefix>.in.<key>.<family>.>` and transform it to `<prefix>.<family>.>`. The key is random and stands in the
 stream's configuration alone, which workers may read and clients may not. What is stored is published again on
-the subject that readers know, so that subscribers still hear it.
+the subject that readers know, so that subscribers still hear it. The bucket of API
+keys has an entrance as well: operators write it.
 """
 
 from __future__ import annotations
@@ -47,6 +48,22 @@ def guarded(config: dict[str, Any], subjects: Subjects, families: Sequence[str])
         "subjects": [f"{source}{family}.>" for family in families],
         "subject_transform": {"src": f"{source}>", "dest": f"{target}>"},
         "republish": {"src": heard, "dest": heard},
+    }
+
+
+def guarded_bucket(config: dict[str, Any], subjects: Subjects, keys: str) -> dict[str, Any]:
+    """The same for a key-value bucket, which readers know by its own subjects.
+
+    Args:
+        config: Of the stream behind the bucket.
+        subjects: With the prefix.
+        keys: All keys of the bucket, as a subject (ADR-8).
+    """
+    source = f"{subjects.prefix}.in.{secrets.token_hex(_KEY_BYTES)}.keys.>"
+    return config | {
+        "subjects": [source],
+        "subject_transform": {"src": source, "dest": keys},
+        "republish": {"src": keys, "dest": keys},
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 from inferbus.schemas import fleet
 from inferbus.schemas.subjects import JobClass, Subjects, escape
 from inferbus.workers.bus.durations import nanoseconds
-from inferbus.workers.bus.jetstream.entrance import guarded
+from inferbus.workers.bus.jetstream.entrance import guarded, guarded_bucket
 from inferbus.workers.config import MIB, StreamSettings
 
 JOBS: Final = "INFER_JOBS"
@@ -21,9 +21,10 @@ OBJECTS: Final = "INFER_OBJECTS"
 FILES: Final = "INFER_FILES"
 WORKERS: Final = f"KV_{fleet.BUCKET}"
 BATCHES: Final = "KV_INFER_BATCHES"
+KEYS: Final = "KV_INFER_KEYS"
 """The streams behind key-value buckets (ADR-8)."""
 
-CONTRACT: Final = frozenset({JOBS, STREAM, RESULTS, DEAD, CANCEL, OBJECTS, FILES, WORKERS, BATCHES})
+CONTRACT: Final = frozenset({JOBS, STREAM, RESULTS, DEAD, CANCEL, OBJECTS, FILES, WORKERS, BATCHES, KEYS})
 """Every stream, by its name under the default prefix; `in_account` has the name under another one."""
 
 ANNOUNCE_TTL: Final = 10.0
@@ -55,8 +56,9 @@ def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[st
     see `entrance`.
 
     Streams whose messages must not be lost refuse what does not fit (`discard: new`): jobs, results, dead
-    letters, objects, files, batches, and cancel marks, which one owner could push out with many of its own.
-    Chunks are discarded by age instead (`discard: old`), since a worker must never wait for their readers.
+    letters, objects, files, batches, API keys, and cancel marks, which one owner could push out with many
+    of its own. Chunks are discarded by age instead (`discard: old`), since a worker must never wait for their
+    readers.
     """
     s = settings
     jobs = _stream(JOBS, [], s, s.jobs_max_bytes, s.jobs_max_age)
@@ -68,6 +70,7 @@ def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[st
     files = _stream(FILES, [subjects.all("files")], s, s.files_max_bytes, 0)
     workers = _stream(WORKERS, [key(subjects, WORKERS, ">")], s, 16 * MIB, ANNOUNCE_TTL)
     batches = _stream(BATCHES, [key(subjects, BATCHES, ">")], s, 256 * MIB, 0)
+    keys = _stream(KEYS, [], s, 16 * MIB, 0)
     light = _light(settings)
     # As ADR-8 lays out a bucket, so that `nats kv` reads it.
     bucket = {"max_msgs_per_subject": 1, "allow_rollup_hdrs": True, "deny_delete": True}
@@ -87,6 +90,7 @@ def stream_configs(subjects: Subjects, settings: StreamSettings) -> list[dict[st
         },
         workers | light | bucket,
         batches | bucket,
+        guarded_bucket(keys | bucket, subjects, key(subjects, KEYS, ">")),
     ]
 
 
@@ -152,6 +156,8 @@ def _light(settings: StreamSettings) -> dict[str, Any]:
 
 def guarded_stream(subject: str, subjects: Subjects) -> str | None:
     """The stream that holds a subject and is written to by its entrance; None for every other subject."""
+    if subject.startswith(key(subjects, KEYS, "")):
+        return KEYS
     family = subject.removeprefix(f"{subjects.prefix}.").partition(".")[0]
     return {"results": RESULTS, "attempts": RESULTS, "dead": DEAD}.get(family)
 

@@ -216,7 +216,7 @@ def _foreign(existing: dict[str, Any], subjects: Subjects) -> list[str]:
     """What a stream stores that no stream of this prefix stores."""
     transform = existing.get("subject_transform")
     stored = [transform["dest"]] if transform else existing.get("subjects") or []
-    buckets = (layout.key(subjects, each, "") for each in (layout.WORKERS, layout.BATCHES))
+    buckets = (layout.key(subjects, each, "") for each in (layout.WORKERS, layout.BATCHES, layout.KEYS))
     own = (f"{subjects.prefix}.", *buckets)
     return [each for each in stored if not each.startswith(own)]
 
