@@ -16,9 +16,11 @@ Status = Literal["ok", "error", "cancelled", "expired"]
 """How a reply subject ended."""
 
 Readable = Literal["chunks", "submissions", "jobs", "batches"]
-Removable = Literal["result", "files"]
-"""What a caller may read of its own jobs through a worker: a job's stored chunks, or which of its submissions
-are queued."""
+"""What a caller may read of its own through a worker: a job's stored chunks, which of its submissions are
+queued, the queued jobs of a batch, the records of its batches."""
+Removable = Literal["result", "files", "jobs"]
+"""What a caller may remove of its own through a worker: a job's result, the files of a batch, what jobs of a
+batch have left in the queue and among the results."""
 
 REPLY_TO: Final = "Infer-Reply-To"
 """Where a durable job's chunks go; default `infer.stream.<owner>.<job>`."""

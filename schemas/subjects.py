@@ -181,6 +181,10 @@ class Subjects(msgspec.Struct, frozen=True):
         """The count of last attempts at one submission of a durable job."""
         return f"{self.prefix}.attempts.{escape(owner)}.{escape(job)}.{submission}"
 
+    def attempts_of(self, owner: str) -> str:
+        """Filter: the counts of attempts at all durable jobs of one owner."""
+        return f"{self.prefix}.attempts.{escape(owner)}.*.*"
+
     def result(self, owner: str, job: str) -> str:
         """The final result of a durable job."""
         return f"{self.prefix}.results.{escape(owner)}.{escape(job)}"

@@ -146,8 +146,9 @@ async def test_a_submitter_that_is_killed_is_followed_without_a_line_twice_or_mi
 
 
 async def test_the_server_and_the_workers_may_be_killed_meanwhile(
-    workers: Fleet, client: Client, server: NatsServer, tmp_path: Path
+    workers: Fleet, client: Client, server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(submitter, "SILENCE", 0.5)
     slow = "[[rules]]\ndelay = 0.05\n"
     first = await workers.start("both", slow, slots=32)
     count = 800
@@ -187,8 +188,8 @@ async def test_a_killed_worker_loses_no_line_that_had_ended(
 async def test_a_cancelled_batch_has_a_line_for_every_line_and_a_retry_runs_the_rest(
     workers: Fleet, client: Client, tmp_path: Path
 ) -> None:
-    await workers.start("both", "[[rules]]\ndelay = 0.4\n", slots=16)
-    count = 600
+    await workers.start("both", "[[rules]]\ndelay = 0.2\n", slots=16)
+    count = 200
     source = write(tmp_path / "in.jsonl", [line(n) for n in range(1, count + 1)])
     output, errors = tmp_path / "in.output.jsonl", tmp_path / "in.errors.jsonl"
     begun = await begin(client, source, Options())
@@ -256,6 +257,38 @@ async def test_what_was_purged_from_the_queue_is_sent_again(
     await workers.start(slots=8)
     record = await running
     assert record.counts.succeeded == 30
+
+
+async def test_a_batch_whose_jobs_were_lost_leaves_nothing_and_neither_does_one_that_is_removed(
+    workers: Fleet, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a server brings back, and what a worker that died leaves of a job that was purged."""
+    monkeypatch.setattr(submitter, "SILENCE", 0.2)
+    source = write(tmp_path / "in.jsonl", [line(n) for n in range(1, 31)])
+    begun = await begin(client, source, Options())
+    batch, jetstream, subjects = begun.kept.record.id, JetStream(client.bus), client.bus.subjects
+
+    async def plant() -> None:
+        for name in (f"{batch}-1000", f"{batch}0-1"):
+            await jetstream.store(subjects.result("me", name), b"{}")
+            await jetstream.store(subjects.attempts("me", name, 1), b"")
+
+    running = asyncio.create_task(run(client, begun))
+
+    async def queued() -> bool:
+        info = await jetstream.call(f"STREAM.INFO.{layout.JOBS}")
+        return bool(info["state"]["messages"] >= 2)
+
+    await eventually(queued)
+    await plant()
+    await jetstream.call(f"STREAM.PURGE.{layout.JOBS}")
+    await workers.start(slots=8)
+    assert (await running).counts.succeeded == 30
+    anothers = [subjects.attempts("me", f"{batch}0-1", 1), subjects.result("me", f"{batch}0-1")]
+    assert sorted(await left_behind(client, within=1)) == anothers
+    await plant()
+    await Batches(client.bus, "me").remove((await Batches(client.bus, "me").get(batch)).record)
+    assert sorted(await left_behind(client, within=1)) == anothers
 
 
 async def test_of_two_processes_that_run_one_batch_one_is_refused(
@@ -391,7 +424,7 @@ def read_whole(path: Path) -> list[dict[str, Any]]:
     return [json.loads(raw) for raw in path.read_bytes().split(b"\n")[:-1]]
 
 
-async def left_behind(client: Client) -> list[str]:
+async def left_behind(client: Client, *, within: float = 5) -> list[str]:
     """What is on the server of a batch beside its record, after a moment in which it may go."""
     found: list[str] = []
 
@@ -403,7 +436,7 @@ async def left_behind(client: Client) -> list[str]:
         return not found
 
     with contextlib.suppress(AssertionError):
-        await eventually(empty, within=5)
+        await eventually(empty, within=within)
     return found
 
 

@@ -6,6 +6,7 @@ that run one batch, one finds out and stops. Subjects name the owner, so that pe
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from typing import Any, Final, Literal
@@ -108,6 +109,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
         first: Number of the oldest job that may be open.
         reserved: Jobs with this number and above were never sent.
         since: Stream sequence of the oldest job that may be open.
+        oldest: Stream sequence of the first job; 0: there was none.
         alone: Input lines of the open jobs that hold one line each, by job.
         replies: Token of the subject on which jobs tell that they are done.
         holder: Who runs it; None: nobody.
@@ -143,6 +145,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     first: int = 0
     reserved: int = 0
     since: int = 1
+    oldest: int = 0
     alone: dict[str, int] = {}
     replies: str = ""
     holder: Holder | None = None
@@ -306,7 +309,9 @@ class Batches:
         await self._jetstream.store(self._subject(batch, "cancel"), b"", {"KV-Operation": "DEL"})
 
     async def remove(self, record: Record) -> None:
-        """Removes a batch's record, and its files on the server."""
+        """Removes a batch's record, and what else is on the server of it."""
+        with contextlib.suppress(BusUnavailable):
+            await Removal(self._bus, self._owner).remove(record.id, "jobs", max(record.oldest, 1))
         if record.shared:
             await self.remove_files(record.id)
         for key in ("state", "cancel"):

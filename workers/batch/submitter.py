@@ -76,6 +76,9 @@ PARALLEL: Final = 32
 CANCEL_GRACE: Final = 5.0
 """Seconds for which answers to cancelled jobs are awaited: workers stop within one."""
 
+CANCELLED_WITHIN: Final = 1.0
+"""Seconds within which a worker stops what is cancelled."""
+
 PAUSE: Final = 1.0
 """Seconds before the server is asked again where it is away or full."""
 
@@ -138,6 +141,7 @@ class Submitter:
         self._batches = Batches(client.bus, client.owner)
         self._removal = Removal(client.bus, client.owner)
         self._sequence, self._found = kept.sequence, kept
+        self._reconnects = client.bus.reconnects
         self._report = report
         self._on_written = written
         self._clock = clock
@@ -155,7 +159,9 @@ class Submitter:
         self._taken: list[str] = []
         self._written: list[str] = []
         self._forgettable: list[str] = []
-        self._saved = self._asked = self._copied = -LEASE
+        self._saved = self._asked = self._copied = self._lost = -LEASE
+        # Whether the server may have forgotten something, in this process's time or before.
+        self._disturbed = kept.record.first < kept.record.reserved
         self._saving = asyncio.Lock()
         # Before that, the record says where an earlier process was.
         self._scanned = False
@@ -277,6 +283,7 @@ class Submitter:
             else:
                 await copying
             await self._write()
+            await self._sweep()
         finally:
             for task in (beside := [housekeeping, copying, *submitting]):
                 task.cancel()
@@ -406,6 +413,7 @@ class Submitter:
                 await asyncio.sleep(PAUSE)
             else:
                 job.submission, job.look = ack.sequence, self._clock() + job.silence
+                record.oldest = record.oldest or ack.sequence
                 return
 
     def _body(self, job: Open) -> bytes:
@@ -625,6 +633,9 @@ class Submitter:
         data = data or await self._result(name)
         if data is None:
             log.warning("batch.job_lost", job=name)
+            # A worker may run it all the same.
+            await self._cancel(name)
+            self._lost, self._disturbed = self._clock(), True
         self._arrived.put_nowait((name, data))
 
     async def _result(self, name: str) -> bytes | None:
@@ -737,7 +748,7 @@ class Submitter:
         record = self.record
         if record.first >= record.reserved:
             return
-        queued = await self._queued_jobs()
+        queued = await self._queued_jobs(record.since)
         names = [f"{record.id}-{number}" for number in range(record.first, record.reserved)]
         results: dict[str, bytes] = {}
 
@@ -782,17 +793,17 @@ class Submitter:
             else:
                 self._taken.append(name)
 
-    async def _queued_jobs(self) -> dict[str, Stored]:
+    async def _queued_jobs(self, first: int) -> dict[str, Stored]:
         record, found = self.record, dict[str, Stored]()
         subject = self._bus.subjects.job(record.model, "batch", record.owner, record.kind)
         try:
-            async for page, _ in browse.pages(self._bus, layout.JOBS, subject, first=record.since):
+            async for page, _ in browse.pages(self._bus, layout.JOBS, subject, first=first):
                 for stored in page:
                     name = stored.headers.get(headers.JOB_ID, "")
                     if name.startswith(f"{record.id}-"):
                         found[name] = stored
         except NotPermitted:
-            read = await reads.through_a_worker(self._bus, "jobs", record.owner, record.id, record.since)
+            read = await reads.through_a_worker(self._bus, "jobs", record.owner, record.id, first)
             found = {each.headers[headers.JOB_ID]: each for each in read}
         return found
 
@@ -809,6 +820,28 @@ class Submitter:
         except (msgspec.DecodeError, UnicodeDecodeError):
             return []
 
+    async def _sweep(self) -> None:
+        """Removes what is left where the server may have forgotten that jobs had ended, or that they were."""
+        if not self._disturbed and self._bus.reconnects == self._reconnects:
+            return
+        until, first = self._clock() + CANCEL_GRACE, max(self.record.oldest, 1)
+        try:
+            queued = await self._queued_jobs(first)
+            await _bounded(self._cancel(name) for name in queued)
+            while self._clock() < (until if queued else self._lost + CANCELLED_WITHIN):
+                await asyncio.sleep(TICK)
+                queued = await self._queued_jobs(first)
+            await self._removal.remove(self.record.id, "jobs", first)
+        except BusUnavailable as error:
+            # It stays until it is too old, or until `batch rm`.
+            log.warning("batch.leftovers_not_removed", batch=self.record.id, reason=error.message)
+
+    async def _cancel(self, name: str) -> None:
+        try:
+            await publish_cancel(self._bus, Job(id=name, owner=self.record.owner))
+        except (Overloaded, BusUnavailable) as error:
+            log.warning("batch.job_not_cancelled", job=name, reason=error.message)
+
     # Cancelled, or expired.
 
     async def _end_early(self, backlog: Backlog, submitting: set[asyncio.Task[None]]) -> None:
@@ -819,8 +852,7 @@ class Submitter:
         await self._save()
         if submitting:
             await asyncio.wait(submitting, timeout=CANCEL_GRACE)
-        owner = self.record.owner
-        await _bounded(publish_cancel(self._bus, Job(id=name, owner=owner)) for name in self._open)
+        await _bounded(self._cancel(name) for name in list(self._open))
         for job in self._open.values():
             job.look = self._clock() + CANCEL_GRACE / 2
         until = self._clock() + CANCEL_GRACE

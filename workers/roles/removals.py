@@ -1,4 +1,4 @@
-"""Removes for callers what is stored of their own: results that they have written down, files of batches.
+"""Removes for callers what is stored of their own: results that they have written down, what batches leave.
 
 Permissions of NATS cannot limit a purge to an owner: its subject names the stream only. The subject of this
 service names the owner, and the worker purges with its own rights.
@@ -67,11 +67,12 @@ class Removals:
             self._refuse(key, reply, Overloaded("this worker serves as many removals as it may"))
         else:
             self._serving += 1
-            self._tasks.start(self._serve(key, reply, what))
+            first = headers.number(message.headers, headers.FROM) or 1
+            self._tasks.start(self._serve(key, reply, what, first))
 
-    async def _serve(self, key: JobKey, reply: str, what: Removable) -> None:
+    async def _serve(self, key: JobKey, reply: str, what: Removable, first: int) -> None:
         try:
-            await purge(self._bus, key.owner, key.job, what)
+            await purge(self._bus, key.owner, key.job, what, first)
             self._bus.send(reply, b"")
         except BusUnavailable as error:
             self._refuse(key, reply, error)
