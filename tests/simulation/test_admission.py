@@ -147,7 +147,7 @@ JOBS: Final = st.lists(SHAPES, min_size=1, max_size=60)
 
 
 @given(jobs=JOBS, spec=ENGINES, rate=st.sampled_from([0.0, 2.0, 10.0]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_engines_own_queue_stays_within_the_window_and_one_prompt(
     jobs: list[Shape], spec: Spec, rate: float
 ) -> None:
@@ -158,7 +158,7 @@ def test_the_engines_own_queue_stays_within_the_window_and_one_prompt(
 
 
 @given(jobs=JOBS, spec=ENGINES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_no_step_has_room_for_a_prompt_while_jobs_are_queued_and_the_kv_cache_has_room(
     jobs: list[Shape], spec: Spec
 ) -> None:
@@ -169,7 +169,7 @@ def test_no_step_has_room_for_a_prompt_while_jobs_are_queued_and_the_kv_cache_ha
 
 
 @given(jobs=JOBS, spec=ENGINES, live_share=st.sampled_from([0.0, 0.15, 1.0]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_kv_cache_is_never_promised_twice_where_answers_have_their_full_length(
     jobs: list[Shape], spec: Spec, live_share: float
 ) -> None:
@@ -261,7 +261,7 @@ STORIES: Final = st.builds(
 
 
 @given(stories=st.lists(STORIES, max_size=40), slots=st.sampled_from([1, 3, 40]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_requests_that_are_cancelled_wherever_they_are_leave_nothing(
     stories: list[Story], slots: int
 ) -> None:

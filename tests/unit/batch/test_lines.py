@@ -121,14 +121,14 @@ def test_a_grown_file_has_the_fingerprint_of_its_earlier_lines(tmp_path: Path) -
     assert validate(tmp_path / "a", Expected(), earlier=3).earlier is None
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(ids=st.lists(st.text(min_size=1, max_size=3, alphabet="ab\u00e9"), max_size=40))
 def test_exactly_the_repeated_ids_are_duplicates(tmp_path: Path, ids: list[str]) -> None:
     found = checked(tmp_path, *(CHAT | {"custom_id": each} for each in ids))
     assert found.duplicates == {n for n, each in enumerate(ids, 1) if each in ids[: n - 1]}
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.binary(max_size=200))
 def test_no_bytes_raise_anything(tmp_path: Path, data: bytes) -> None:
     assume(data[:2] not in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))

@@ -83,7 +83,7 @@ def test_what_was_written_is_known_again_with_its_counts_and_tokens(tmp_path: Pa
     again.close()
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=50)
 @given(data=st.data())
 def test_a_crash_at_any_byte_costs_only_the_line_that_was_not_whole(tmp_path: Path, data: Any) -> None:
     for path in tmp_path.iterdir():
@@ -113,7 +113,7 @@ def test_finished_files_have_their_names_and_empty_ones_are_not_left(tmp_path: P
 
 
 @given(numbers=st.permutations(range(1, 12)))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=30)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=30)
 def test_an_ordered_output_is_in_the_order_of_the_input(tmp_path: Path, numbers: list[int]) -> None:
     for path in tmp_path.iterdir():
         path.unlink()

@@ -384,7 +384,7 @@ def check(story: Story, assembler: Assembler, events: list[Event]) -> None:
 
 
 @given(data=st.data(), story=stories())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_loss_doubling_and_order_heals_from_the_stored_stream(data: st.DataObject, story: Story) -> None:
     arrived = data.draw(st.lists(st.sampled_from(story.messages), max_size=3 * len(story.messages)))
     assembler = Assembler()
@@ -394,7 +394,7 @@ def test_any_loss_doubling_and_order_heals_from_the_stored_stream(data: st.DataO
 
 
 @given(data=st.data(), story=stories())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_what_no_stream_holds_any_more_comes_from_the_result(data: st.DataObject, story: Story) -> None:
     arrived = data.draw(st.lists(st.sampled_from(story.messages), max_size=3 * len(story.messages)))
     stored = data.draw(st.lists(st.sampled_from(story.messages), unique_by=id))
@@ -405,7 +405,7 @@ def test_what_no_stream_holds_any_more_comes_from_the_result(data: st.DataObject
 
 
 @given(story=stories())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_in_order_delivery_needs_no_healing(story: Story) -> None:
     assembler = Assembler()
     events: list[Event] = []
@@ -416,7 +416,7 @@ def test_in_order_delivery_needs_no_healing(story: Story) -> None:
 
 
 @given(data=st.data(), story=stories())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_user_never_gets_more_than_a_beginning_of_some_attempt(data: st.DataObject, story: Story) -> None:
     """At no moment, not only at the end."""
     told = [

@@ -74,7 +74,7 @@ class Reader:
 
 
 @given(data=st.data(), kind=KINDS, chunks=st.sampled_from([TEXTS, tokens(8)]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_whatever_is_lost_doubled_or_late_the_reader_sees_the_same(
     data: st.DataObject, kind: str, chunks: list[Chunk]
 ) -> None:

@@ -170,7 +170,7 @@ PIECES = st.recursive(
 )
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500)
 @given(PIECES, st.text("ab ", max_size=12))
 def test_an_accepted_pattern_tries_no_place_of_a_text_twice(pattern: str, text: str) -> None:
     try:
